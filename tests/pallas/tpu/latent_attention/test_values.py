@@ -17,7 +17,7 @@ from ejkernel.modules.operations.cases.paged_inputs import PagedSizes
 from ejkernel_pallas.tpu.latent_attention import forward as latent_forward
 from ejkernel_pallas.tpu.latent_attention.plan import paged_record_of_dense_cache
 from ejkernel_pallas.tpu.mosaic.paged_layout import make_cache_layout
-from ejkernel_pallas.tpu.paged_attention import reasons
+from ejkernel_pallas.tpu.paged_attention import refusal_reasons
 from ejkernel_pallas.tpu.paged_attention.config import TpuPaged
 from ejkernel_pallas.tpu.paged_attention.forward import forward
 
@@ -109,4 +109,4 @@ def test_dense_caches_in_every_layout_with_nan_in_unused_slots(order):
 ])  # fmt: skip
 def test_unsupported_caches_are_refused(fields, sentence):
     record = dataclasses.replace(case(PAGED, "window and soft cap, bfloat16"), **fields)
-    assert sentence in " ".join(reasons(record))
+    assert sentence in " ".join(refusal_reasons(record))

@@ -14,7 +14,7 @@ from ejkernel.modules import ragged_page_attention_v2, ragged_page_attention_v3
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.cases.paged_inputs import PagedSizes
 from ejkernel.ops.device import current_device
-from ejkernel_pallas.tpu.paged_attention import MAX_TABLE_SMEM_WORDS, config, reasons
+from ejkernel_pallas.tpu.paged_attention import MAX_TABLE_SMEM_WORDS, config, refusal_reasons
 from ejkernel_pallas.tpu.paged_attention.forward import forward
 from ejkernel_pallas.tpu.paged_attention.plan import ITEM_FIELDS
 from ejkernel_pallas.tpu.profile.chips import chip
@@ -29,7 +29,7 @@ def attend(record):
 
 
 @pytest.mark.parametrize(("lies", "name"), on_chips(EVERY_CHIP))
-def test_every_chip(lies, name):
+def test_decoding_compiles_for_every_chip(lies, name):
     made = compiled(attend, (layout(lies),), name)
     assert "tpu_custom_call" in made.as_text()
 
@@ -49,7 +49,7 @@ def test_a_donated_cache_stays_where_it_is():
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 64), ("float32", 128)])
-def test_prefill_fits_with_the_tiles_that_nobody_chose(dtype, size):
+def test_prefill_fits_vmem_with_default_tiles(dtype, size):
     """Rows of 64 take the memory of 128, and those of float32 twice that of bfloat16."""
     shapes = {"query": (2048, 32, size), "cache": (512, 16, 16, size)}
     ints = {"lengths": (4,), "tables": (4, 128), "starts": (5,), "sequences": (1,)}
@@ -61,7 +61,7 @@ def test_prefill_fits_with_the_tiles_that_nobody_chose(dtype, size):
     assert "tpu_custom_call" in made.as_text()
 
 
-def test_tables_that_just_fit_into_scalar_memory():
+def test_page_tables_that_just_fit_scalar_memory_compile():
     def record(entries):
         tables = jax.ShapeDtypeStruct((1024, entries), jnp.int32)
         lengths = jax.ShapeDtypeStruct((1024,), jnp.int32)
@@ -72,13 +72,13 @@ def test_tables_that_just_fit_into_scalar_memory():
         return dataclasses.replace(single, query=query, block_tables=tables, kv_lens=lengths)
 
     most = MAX_TABLE_SMEM_WORDS // 1024 - len(ITEM_FIELDS)
-    assert list(reasons(record(most))) == []
-    assert list(reasons(record(most + 1)))
+    assert list(refusal_reasons(record(most))) == []
+    assert list(refusal_reasons(record(most + 1)))
     assert "tpu_custom_call" in compiled(attend, (record(most),), "v5e").as_text()
 
 
 @pytest.mark.parametrize("lies", sorted(LAYOUTS.keys() - set(EVERY_CHIP)))
-def test_every_layout(lies):
+def test_every_cache_layout_compiles(lies):
     record = layout(lies)
-    assert list(reasons(record)) == []
+    assert list(refusal_reasons(record)) == []
     assert "tpu_custom_call" in compiled(attend, (record,), "v5e").as_text()

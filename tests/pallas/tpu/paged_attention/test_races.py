@@ -68,7 +68,7 @@ NAMES = ("decoding", "several blocks", "slopes and chunks", "trees", "a prefix",
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_there_is_none(name, monkeypatch):
+def test_paged_attention_has_no_races(name, monkeypatch):
     record = records()[name]
     monkeypatch.setattr(load_keys, "_load_words", read_words)
     with simulated():
@@ -78,7 +78,7 @@ def test_there_is_none(name, monkeypatch):
         close(x, wanted, record.query.dtype)
 
 
-def test_reading_pages_before_their_tokens_are_there_is_one(monkeypatch):
+def test_reading_pages_before_tokens_are_written_is_a_race(monkeypatch):
     record = records()["written"]
     monkeypatch.setattr(load_keys, "_load_words", read_words)
     monkeypatch.setattr(copies, "wait_for_cache_writes", lambda refs, spec: None)

@@ -16,7 +16,7 @@ from ejkernel.modules.operations.cases.paged_inputs import PagedSizes
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel_pallas.tpu.mosaic.launch import DEFAULT_VMEM_LIMIT_BYTES, MIN_COMPILER_VMEM_BYTES
 from ejkernel_pallas.tpu.mosaic.paged_layout import caches_as_stored
-from ejkernel_pallas.tpu.paged_attention import MAX_TABLE_SMEM_WORDS, config, reasons
+from ejkernel_pallas.tpu.paged_attention import MAX_TABLE_SMEM_WORDS, config, refusal_reasons
 from ejkernel_pallas.tpu.paged_attention.config import TpuPaged
 from ejkernel_pallas.tpu.paged_attention.forward import forward, kernel_scratch
 from ejkernel_pallas.tpu.paged_attention.plan import ITEM_FIELDS
@@ -70,7 +70,7 @@ def test_alibi_slopes_and_attention_chunks(name):
     record = lowered(V2, paged_inputs.v2_inputs, sizes)
     arrays = {name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in fields.items()}
     record = dataclasses.replace(record, **arrays)
-    assert not list(reasons(record))
+    assert not list(refusal_reasons(record))
     check(record, params)
 
 
@@ -117,7 +117,7 @@ def test_trees_and_prefixes(name):
     record = lowered(V2, paged_inputs.v2_inputs, sizes)
     fields = {name: jnp.asarray(x) if isinstance(x, np.ndarray | np.int32) else x for name, x in fields.items()}
     record = dataclasses.replace(record, **fields)
-    assert not list(reasons(record))
+    assert not list(refusal_reasons(record))
     check(record, params)
 
 
@@ -159,7 +159,7 @@ def test_a_mapped_call_has_trees_and_prefixes_of_its_own():
     ("unified_attention", paged_inputs.packed_inputs, TILES, {"causal": False, "sliding_window": (60, 30)}),
     (V2, paged_inputs.v2_inputs, SINGLE, {}),
 ])  # fmt: skip
-def test_absent_pages_have_no_keys(op, make, params, fields):
+def test_missing_pages_have_no_keys(op, make, params, fields):
     sizes = PagedSizes(kv_lens=(150, 40, 70), q_lens=(20, 1, 1), dtype=jnp.bfloat16, g=2, h=4)
     tables = sizes.block_tables()
     tables[0, [1, 4, 8]], tables[1, :], tables[2, 3] = -1, 10_000, -5
@@ -184,13 +184,13 @@ def with_nan_elsewhere(record, tables, lens):
 
 
 @pytest.mark.parametrize("kind", ["TPU v6 lite", "TPU7x"])
-def test_decoding_while_the_block_ahead_is_copied(kind):
+def test_decoding_while_the_next_block_is_copied(kind):
     """Blocks that all attend, ahead of such, of a part of one, of another sequence's, and of nothing."""
     sizes = PagedSizes(kv_lens=(520, 384, 40, 256), q_lens=(1, 1, 1, 1), dtype=jnp.bfloat16, g=2, h=4)
     record = lowered(V2, paged_inputs.v2_inputs, sizes)
     with target_device(DeviceInfo(platform="tpu", vendor="google", kind=kind)):
         spec = make_spec(record, config.tile_sizes_of(SINGLE))
-        assert spec.copy_slices
+        assert spec.num_copy_slices
         assert spec.stores_score_limits == ("7x" in kind)
         check(record, SINGLE)
 
@@ -204,7 +204,7 @@ def test_large_products_in_slices():
     tables[1, :] = -1
     record = dataclasses.replace(record, block_tables=jnp.asarray(tables))
     params = TpuPaged(block_q=48, block_kv=128)
-    assert make_spec(record, config.tile_sizes_of(params)).row_block == 144
+    assert make_spec(record, config.tile_sizes_of(params)).unmasked_product_rows == 144
     check(record, params)
 
 
@@ -252,7 +252,7 @@ def with_contexts(record, **fields):
     entries = MAX_TABLE_SMEM_WORDS - record.kv_lens.size * len(ITEM_FIELDS)
     tables = jax.ShapeDtypeStruct((record.kv_lens.size, entries // record.kv_lens.size), jnp.int32)
     record = dataclasses.replace(record, block_tables=tables)
-    assert not list(reasons(record))
+    assert not list(refusal_reasons(record))
     return dataclasses.replace(record, **fields)
 
 
@@ -279,12 +279,12 @@ def written(dtype, heads, size):
     (lambda: with_contexts(paged(), qq_bias=jax.ShapeDtypeStruct((1, 1), jnp.float32)), "scalar memory"),
 ])  # fmt: skip
 def test_refusals_name_what_is_refused(record, word):
-    (reason,) = reasons(record())
+    (reason,) = refusal_reasons(record())
     assert word in reason
 
 
-def test_what_is_served_is_not_refused():
-    assert not list(reasons(paged()))
-    assert not list(reasons(paged(jnp.bfloat16, "hpsd", size=192)))
-    assert not list(reasons(written(jnp.int8, 2, 128)))
-    assert not list(reasons(written(jnp.bfloat16, 1, 128)))
+def test_supported_calls_are_not_refused():
+    assert not list(refusal_reasons(paged()))
+    assert not list(refusal_reasons(paged(jnp.bfloat16, "hpsd", size=192)))
+    assert not list(refusal_reasons(written(jnp.int8, 2, 128)))
+    assert not list(refusal_reasons(written(jnp.bfloat16, 1, 128)))

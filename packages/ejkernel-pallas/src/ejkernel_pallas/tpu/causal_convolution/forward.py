@@ -79,8 +79,8 @@ def run(
             refs=ConvolutionRefs,
             grid=(record.x.shape[0], spec.num_channel_tiles, spec.blocks_per_row),
             # Rows and channels; the blocks of a row follow each other.
-            parallel=2,
-            tables=plan.scalar_tables(record, spec),
+            num_parallel_axes=2,
+            scalar_tables=plan.scalar_tables(record, spec),
             inputs={
                 "x": block_operand(spec, record.x, reverses_token_blocks=reverses_token_blocks),
                 "weights": weights,

@@ -21,7 +21,7 @@ SUPPORTED_OPTIONAL_FIELDS = frozenset(
 
 def _refusal_reasons(record: Any) -> Generator[str]:
     """Yields the reasons to refuse a record."""
-    yield from paged_attention.reasons(paged_record_shapes(record))
+    yield from paged_attention.refusal_reasons(paged_record_shapes(record))
 
 
 def implementations() -> tuple[Implementation, ...]:

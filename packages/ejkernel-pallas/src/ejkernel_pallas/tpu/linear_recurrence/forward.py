@@ -129,8 +129,8 @@ def run(
             refs=RecurrenceRefs,
             grid=(plan.batch_size, spec.num_head_steps, plan.chunks_per_row if num_chunks is None else num_chunks),
             # Rows and heads are parallel; the chunks of a row are sequential.
-            parallel=2,
-            tables={"chunk_table": plan.chunk_table},
+            num_parallel_axes=2,
+            scalar_tables={"chunk_table": plan.chunk_table},
             inputs=inputs,
             outputs=outputs,
             scratch=scratch,

@@ -33,9 +33,9 @@ a kernel's limit; a quarter of these if that is more.
 """
 
 
-def identity_index(*step: Any) -> BlockIndex:
+def identity_index(*grid_indices: Any) -> BlockIndex:
     """Returns the grid indices and tables themselves: the coordinates of operands whose index maps read these."""
-    return step
+    return grid_indices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,14 +46,14 @@ class Operand:
         array: The array that is passed; for results, a shape and dtype.
         block: Shape of a block, where None drops an axis. Without a block the array stays in HBM, and the kernel
             copies what it needs.
-        index: Maps the coordinates of a grid step, and `table` if there is one, to the block's index.
-        table: int32 vector that `index` reads; prefetched to scalar memory.
+        index_map: Maps the coordinates of a grid step, and `table` if there is one, to the block's index.
+        table: int32 vector that `index_map` reads; prefetched to scalar memory.
         memory_space: Where blocks are; None for VMEM.
     """
 
     array: Any
     block: tuple[int | None, ...] | None = None
-    index: Callable[..., BlockIndex] = identity_index
+    index_map: Callable[..., BlockIndex] = identity_index
     table: Any = None
     memory_space: Any = None
 
@@ -62,11 +62,13 @@ class Operand:
         """Returns the bytes of one block."""
         return math.prod(size or 1 for size in self.block or ()) * jnp.dtype(self.array.dtype).itemsize
 
-    def spec(self, where: Callable[..., BlockIndex]) -> pl.BlockSpec:
-        """Returns the block's specification; `where` returns a grid step's coordinates."""
+    def spec(self, coordinate_map: Callable[..., BlockIndex]) -> pl.BlockSpec:
+        """Returns the block's specification; `coordinate_map` returns a grid step's coordinates."""
         if self.block is None:
             return pl.BlockSpec(memory_space=pl.ANY)
-        return pl.BlockSpec(self.block, lambda *step: self.index(*where(*step)), memory_space=self.memory_space)
+        return pl.BlockSpec(
+            self.block, lambda *step: self.index_map(*coordinate_map(*step)), memory_space=self.memory_space
+        )
 
 
 def resident_operand(array: Any) -> Operand:
@@ -83,53 +85,53 @@ class KernelCall:
         kernel: Called with the refs.
         refs: Constructs the refs from tables, inputs, outputs and scratch memory, passed by name.
         grid: Steps along each axis; may be traced.
-        parallel: The number of leading grid axes that are independent.
-        tables: int32 vectors in scalar memory.
+        num_parallel_axes: The number of leading grid axes that are independent.
+        scalar_tables: int32 vectors in scalar memory.
         inputs: The kernel's inputs.
         outputs: The kernel's outputs.
         scratch: Memories and semaphores that persist between steps, or tuples of them.
-        where: Maps grid indices and tables to the coordinates that operands' index maps read.
+        coordinate_map: Maps grid indices and tables to the coordinates that operands' index maps read.
         aliases: Inputs whose memory becomes an output's: the output's name by the input's.
         vmem_limit: Bytes of VMEM.
-        pipelines: Whether the kernel contains pipelines.
-        options: Further fields of `pltpu.CompilerParams`.
+        has_inner_pipelines: Whether the kernel contains pipelines.
+        compiler_params: Further fields of `pltpu.CompilerParams`.
     """
 
     name: str
     kernel: Callable[[Any], None]
     refs: Callable[..., Any]
     grid: tuple[Any, ...] = ()
-    parallel: int = 0
-    tables: Mapping[str, Any]
+    num_parallel_axes: int = 0
+    scalar_tables: Mapping[str, Any]
     inputs: Mapping[str, Operand]
     outputs: Mapping[str, Operand]
     scratch: Mapping[str, Any]
-    where: Callable[..., BlockIndex] = identity_index
+    coordinate_map: Callable[..., BlockIndex] = identity_index
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     vmem_limit: int = DEFAULT_VMEM_LIMIT_BYTES
-    pipelines: bool = False
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    has_inner_pipelines: bool = False
+    compiler_params: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
     def spec(self, name: str, x: Operand) -> pl.BlockSpec:
         """Returns the specification of an operand's block."""
-        count = len(self.grid) + len(self.tables)
+        count = len(self.grid) + len(self.scalar_tables)
         if x.table is None:  # tables of other operands are left out
-            return x.spec(lambda *step: self.where(*step[:count]))
+            return x.spec(lambda *step: self.coordinate_map(*step[:count]))
         table = count + [key for key, y in self.inputs.items() if y.table is not None].index(name)
-        return x.spec(lambda *step: (*self.where(*step[:count]), step[table]))
+        return x.spec(lambda *step: (*self.coordinate_map(*step[:count]), step[table]))
 
 
 def launch(call: KernelCall) -> dict[str, jax.Array]:
     """Runs a kernel; returns its results by name."""
     inputs, outputs = call.inputs, list(call.outputs)
-    names = (*call.tables, *inputs, *outputs, *call.scratch)
-    tables = [*call.tables.values(), *(x.table for x in inputs.values() if x.table is not None)]
+    names = (*call.scalar_tables, *inputs, *outputs, *call.scratch)
+    tables = [*call.scalar_tables.values(), *(x.table for x in inputs.values() if x.table is not None)]
     arrays = [_keep_in_hbm(x.array) if name in call.aliases and x.block else x.array for name, x in inputs.items()]
     kernel_operands = _compat.as_varying([*tables, *arrays], arrays)
 
     def kernel(*refs: Any) -> None:
         # Tables of single operands are for index maps only and are not passed to the kernel.
-        named = (*refs[: len(call.tables)], *refs[len(tables) :])
+        named = (*refs[: len(call.scalar_tables)], *refs[len(tables) :])
         call.kernel(call.refs(**dict(zip(names, named, strict=True))))
 
     run = pl.pallas_call(
@@ -148,15 +150,16 @@ def launch(call: KernelCall) -> dict[str, jax.Array]:
             n: outputs.index(call.aliases[name]) for n, name in enumerate(inputs, len(tables)) if name in call.aliases
         },
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",) * call.parallel + ("arbitrary",) * (len(call.grid) - call.parallel)
+            dimension_semantics=("parallel",) * call.num_parallel_axes
+            + ("arbitrary",) * (len(call.grid) - call.num_parallel_axes)
             or None,
             vmem_limit_bytes=call.vmem_limit,
-            **call.options,
+            **call.compiler_params,
         ),
         interpret=is_interpreting(),
         name=call.name,
     )
-    with _compat.trace_without_tpu() if call.pipelines else contextlib.nullcontext():
+    with _compat.trace_without_tpu() if call.has_inner_pipelines else contextlib.nullcontext():
         return dict(zip(outputs, run(*kernel_operands), strict=True))
 
 

@@ -29,8 +29,8 @@ def for_each_index(num_iterations: int, body: Callable[[Any], None]) -> None:
         body(0)
         return
 
-    def step(k: Any, carry: Any) -> Any:
+    def call_body(k: Any, carry: Any) -> Any:
         body(k)
         return carry
 
-    lax.fori_loop(np.int32(0), np.int32(num_iterations), step, np.int32(0))
+    lax.fori_loop(np.int32(0), np.int32(num_iterations), call_body, np.int32(0))

@@ -27,9 +27,9 @@ class CacheLayout:
         key_and_value_share_lanes: Whether a key and its value share a row of lanes, with the value in the second half.
         slots_per_page: S, tokens that a page has room for.
         word_rows_per_token: Rows of 32-bit words per token in each cache; 1 in head-major layouts.
-        packing: Elements per word; 1 in head-major layouts, where the rows of a head are consecutive tokens.
-        row_elements: Elements per row.
-        lane_groups: Groups of 128 lanes that a row is copied in.
+        elements_per_word: Elements per word; 1 in head-major layouts, where the rows of a head are consecutive tokens.
+        elements_per_row: Elements per row.
+        num_lane_groups: Groups of 128 lanes that a row is copied in.
         is_latent: Whether a token has a single row, whose first elements are also its value. A word then contains
             several tokens.
         tokens_along_lanes: Whether a page is stored as [D, S], with tokens along lanes; see
@@ -41,59 +41,65 @@ class CacheLayout:
     key_and_value_share_lanes: bool
     slots_per_page: int
     word_rows_per_token: int
-    packing: int
-    row_elements: int
-    lane_groups: int
+    elements_per_word: int
+    elements_per_row: int
+    num_lane_groups: int
     is_latent: bool = False
     tokens_along_lanes: bool = False
     rotary_dim: int = 0
 
-    def in_columns(self, second: bool) -> bool:
+    def has_tokens_along_lanes(self, is_second_cache: bool) -> bool:
         """Returns whether the first or the second cache is stored with tokens along lanes."""
-        return self.rotary_dim > 0 if second else self.tokens_along_lanes
+        return self.rotary_dim > 0 if is_second_cache else self.tokens_along_lanes
 
     @property
-    def head_major(self) -> bool:
+    def is_head_major(self) -> bool:
         """Returns whether a page has its tokens' rows head by head."""
         return self.layout in ("phsd", "hpsd")
 
     @property
-    def combined(self) -> bool:
+    def has_combined_keys_and_values(self) -> bool:
         """Returns whether one array contains keys and values."""
         return self.layout == paged_cache.COMBINED_LAYOUT
 
     @property
-    def interleaved(self) -> bool:
+    def interleaves_keys_and_values(self) -> bool:
         """Returns whether rows of keys and of values alternate."""
-        return self.combined and not self.key_and_value_share_lanes
+        return self.has_combined_keys_and_values and not self.key_and_value_share_lanes
 
     @property
-    def heads_per_unit(self) -> int:
+    def kv_heads_per_word_row(self) -> int:
         """Returns the number of KV heads in one row of words, or in one pair of such rows."""
         if self.is_latent:
             return 1
-        return max(1, self.packing // 2) if self.interleaved else self.packing
+        return max(1, self.elements_per_word // 2) if self.interleaves_keys_and_values else self.elements_per_word
 
     @property
-    def head_groups(self) -> int:
+    def num_head_groups(self) -> int:
         """Returns the number of groups of a token's word rows, one memory tile each; 1 if a token is less than a
         tile.
         """
         return self.word_rows_per_token // MEMORY_TILE_ROWS if self.word_rows_per_token % MEMORY_TILE_ROWS == 0 else 1
 
     @property
-    def heads_per_group(self) -> int:
+    def kv_heads_per_group(self) -> int:
         """Returns the number of KV heads per head group."""
-        units = self.word_rows_per_token // 2 if self.interleaved and self.packing == 1 else self.word_rows_per_token
-        return units // self.head_groups * self.heads_per_unit
+        units = (
+            self.word_rows_per_token // 2
+            if self.interleaves_keys_and_values and self.elements_per_word == 1
+            else self.word_rows_per_token
+        )
+        return units // self.num_head_groups * self.kv_heads_per_word_row
 
     @property
     def kv_heads_can_share_products(self) -> bool:
         """Returns whether several KV heads can share a product: the number of word rows is a power of two, and K and V
         do not alternate.
         """
-        words = self.word_rows_per_token // self.head_groups
-        alone = self.head_major or self.is_latent or (self.interleaved and self.packing == 1)
+        words = self.word_rows_per_token // self.num_head_groups
+        alone = (
+            self.is_head_major or self.is_latent or (self.interleaves_keys_and_values and self.elements_per_word == 1)
+        )
         return not alone and words & (words - 1) == 0
 
 
@@ -152,7 +158,7 @@ def rows_per_token(record: PagedAttention) -> int:
 
 
 def make_cache_layout(record: PagedAttention) -> CacheLayout:
-    """Returns the layout of a record's cache; the result is meaningful if `reasons` yields none."""
+    """Returns the layout of a record's cache; the result is meaningful if `refusal_reasons` yields none."""
     letters, pages = record.kv_layout, record.key_pages
     pack, size, slots = paged_cache.values_per_32_bits(pages.dtype), pages.shape[-1], paged_cache.page_size(record)
     latent = record.latent is not None
@@ -162,9 +168,9 @@ def make_cache_layout(record: PagedAttention) -> CacheLayout:
             key_and_value_share_lanes=False,
             slots_per_page=slots,
             word_rows_per_token=1,
-            packing=1,
-            row_elements=size,
-            lane_groups=1,
+            elements_per_word=1,
+            elements_per_row=size,
+            num_lane_groups=1,
             is_latent=latent,
             tokens_along_lanes=latent and stores_tokens_along_lanes(size),
             rotary_dim=record.value_pages.shape[-1] if latent and record.value_pages is not None else 0,
@@ -176,9 +182,9 @@ def make_cache_layout(record: PagedAttention) -> CacheLayout:
             key_and_value_share_lanes=False,
             slots_per_page=slots,
             word_rows_per_token=1,
-            packing=pack,
-            row_elements=size,
-            lane_groups=groups,
+            elements_per_word=pack,
+            elements_per_row=size,
+            num_lane_groups=groups,
             is_latent=True,
         )
     lanes = key_and_value_share_row(record)
@@ -188,7 +194,7 @@ def make_cache_layout(record: PagedAttention) -> CacheLayout:
         key_and_value_share_lanes=lanes,
         slots_per_page=slots,
         word_rows_per_token=max(1, rows_per_token(record) // pack),
-        packing=pack,
-        row_elements=size,
-        lane_groups=cdiv(size, LANES),
+        elements_per_word=pack,
+        elements_per_row=size,
+        num_lane_groups=cdiv(size, LANES),
     )

@@ -19,7 +19,7 @@ from ejkernel_pallas.tpu.paged_attention import config
 from ejkernel_pallas.tpu.paged_attention.plan import ITEM_FIELDS
 from ejkernel_pallas.tpu.requirements import make_mosaic_tpu_implementation, tpu_requires
 
-HANDLES = frozenset(
+SUPPORTED_OPTIONAL_FIELDS = frozenset(
     {
         "alibi_slopes",
         "causal",
@@ -68,7 +68,7 @@ MAX_COMMON_BLOCK_KEYS = 2**12
 """The largest common multiple of page size and lanes, in keys."""
 
 
-def reasons(record: PagedAttention) -> Generator[str]:
+def refusal_reasons(record: PagedAttention) -> Generator[str]:
     """Yields the reasons to refuse a record."""
     pages = record.key_pages
     most = MAX_LATENT_DIM if record.latent is not None else MAX_HEAD_DIM
@@ -94,7 +94,7 @@ def reasons(record: PagedAttention) -> Generator[str]:
     )
     if computes_narrower and jnp.dtype(record.compute_dtype) != jnp.bfloat16:
         yield f"compute_dtype: keys and values are rounded to bfloat16, not to {jnp.dtype(record.compute_dtype).name}"
-    yield from _page_reasons(record)
+    yield from _page_refusal_reasons(record)
 
 
 def _max_query_tiles(record: PagedAttention) -> int:
@@ -103,13 +103,13 @@ def _max_query_tiles(record: PagedAttention) -> int:
     return sequences if record.query_start is None else rows // cdiv(config.default_tile_tokens(record), 2) + sequences
 
 
-def _page_reasons(record: PagedAttention) -> Generator[str]:
+def _page_refusal_reasons(record: PagedAttention) -> Generator[str]:
     slots, layout, dtype = paged_cache.page_size(record), record.kv_layout, record.key_pages.dtype
     sizes: list[Any] = [x.shape[-1] for x in (record.key_pages, record.value_pages) if x is not None]
     if math.lcm(slots, LANES) > MAX_COMMON_BLOCK_KEYS:
         yield f"key_pages: no block of at most {MAX_COMMON_BLOCK_KEYS} keys has whole pages of {slots} and whole lanes"
     if layout == paged_cache.LATENT_LAYOUT:
-        yield from _latent_page_reasons(record)
+        yield from _latent_page_refusal_reasons(record)
         return
     if layout in ("phsd", "hpsd"):
         row_multiple = 32 // dtype.itemsize
@@ -127,7 +127,7 @@ def _page_reasons(record: PagedAttention) -> Generator[str]:
         yield f"key_pages: {rows} rows of {dtype.name} per token do not fill tiles; wants 2, 4, or a multiple of 8"
 
 
-def _latent_page_reasons(record: PagedAttention) -> Generator[str]:
+def _latent_page_refusal_reasons(record: PagedAttention) -> Generator[str]:
     slots, pages, (_, start) = paged_cache.page_size(record), record.key_pages, record.latent or (0, 0)
     pack = paged_cache.values_per_32_bits(pages.dtype)
     if slots % pack:
@@ -142,7 +142,9 @@ def implementations() -> tuple[Implementation, ...]:
         make_mosaic_tpu_implementation(
             FAMILY,
             ConfigSpace.of(config, forward=config.TpuPaged),
-            tpu_requires(head_dims=range(1, 1025), supported_fields=HANDLES, refusal_reasons=reasons),
+            tpu_requires(
+                head_dims=range(1, 1025), supported_fields=SUPPORTED_OPTIONAL_FIELDS, refusal_reasons=refusal_reasons
+            ),
             backward=False,
             only=SUPPORTED_OPERATIONS,
             cases="ejkernel_pallas.tpu.paged_attention.cases:cases",

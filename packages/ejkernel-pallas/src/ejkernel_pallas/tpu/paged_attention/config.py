@@ -11,7 +11,7 @@ from ejkernel.ops.device import current_device
 from ejkernel_pallas.tpu.generations import is_v7x
 from ejkernel_pallas.tpu.mosaic.paged_layout import MEMORY_TILE_ROWS, stores_tokens_along_lanes
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
-from ejkernel_pallas.tpu.paged_attention.spec import KEYS_PER_CHUNK, PREFETCHED_BLOCKS, PagedTiles, shares_products
+from ejkernel_pallas.tpu.paged_attention.spec import KEYS_PER_CHUNK, PREFETCHED_BLOCKS, PagedTiles, heads_share_products
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ def default_tile_tokens(record: PagedAttention) -> int:
 def _default_block_keys(record: PagedAttention, kind: str) -> int:
     most = (
         DEFAULT_BLOCK_VMEM_BYTES // 2
-        if default_tile_tokens(record) == 1 and shares_products(record) and not is_v7x(kind)
+        if default_tile_tokens(record) == 1 and heads_share_products(record) and not is_v7x(kind)
         else DEFAULT_BLOCK_VMEM_BYTES
     )
     arrays = [x for x in (record.key_pages, record.value_pages) if x is not None]

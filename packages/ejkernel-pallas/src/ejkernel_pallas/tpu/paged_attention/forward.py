@@ -20,10 +20,10 @@ from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention.config import TpuPaged, prefix_config, tile_sizes_of
 from ejkernel_pallas.tpu.paged_attention.kernels import operands
 from ejkernel_pallas.tpu.paged_attention.kernels.attend_block import HEADS_PER_STEP
-from ejkernel_pallas.tpu.paged_attention.kernels.load_keys import head_groups
+from ejkernel_pallas.tpu.paged_attention.kernels.load_keys import num_head_groups
 from ejkernel_pallas.tpu.paged_attention.kernels.online_softmax import NUM_PRODUCT_BUFFERS, product_buffers
 from ejkernel_pallas.tpu.paged_attention.kernels.paged_attention import paged_attention_kernel
-from ejkernel_pallas.tpu.paged_attention.kernels.pair_bias import rows_per_copy
+from ejkernel_pallas.tpu.paged_attention.kernels.pair_bias import bias_tokens_per_copy
 from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs
 from ejkernel_pallas.tpu.paged_attention.plan import ITEM_FIELDS, WorkList, make_work_list
 from ejkernel_pallas.tpu.paged_attention.spec import PREFETCHED_BLOCKS, PagedSpec, RowTerms, make_spec
@@ -64,7 +64,7 @@ def _attend_prefix(prefix: SharedPrefix) -> tuple[jax.Array, jax.Array]:
     if not masks:  # all keys come before all queries
         record = dataclasses.replace(record, causal=False, sliding_window=None)
     by_row = RowTerms(positions=masks, contexts=record.alibi_slopes is not None)
-    spec = make_spec(record, tile_sizes_of(prefix_config(record)), by_row=by_row, output_dtype=jnp.float32)
+    spec = make_spec(record, tile_sizes_of(prefix_config(record)), row_terms=by_row, output_dtype=jnp.float32)
     output, lse = _attend(record, spec, prefix.row_positions_and_contexts)
     return output, lse
 
@@ -128,13 +128,13 @@ def _run_kernel(
             refs=PagedRefs,
             # One grid step per core; the loop over work items is inside the kernel.
             grid=(spec.num_cores,),
-            parallel=1,
-            tables=_tables(work),
+            num_parallel_axes=1,
+            scalar_tables=_tables(work),
             inputs=constants | {name: Operand(x) for name, x in in_hbm.items()},
             outputs={name: Operand(x) for name, x in {**outputs, **written}.items()},
             scratch=kernel_scratch(spec, lanes, caches_by_name, bool(tokens)),
             aliases={f"{name}_before": name for name in written},
-            options=COMPILER_OPTIONS,
+            compiler_params=COMPILER_OPTIONS,
         )
     )
     return list(results.values())
@@ -176,23 +176,28 @@ def kernel_scratch(spec: PagedSpec, lanes: int, caches_by_name: dict[str, jax.Ar
         "row_sum": pltpu.VMEM(state, jnp.float32),
         "acc": pltpu.VMEM((heads, spec.rows_per_tile, spec.value_dim), jnp.float32),
     }
-    chunks = heads // head_groups(spec) * spec.chunks_per_step
-    rows, keys = cdiv(chunks, NUM_PRODUCT_BUFFERS) * spec.small_rows, spec.chunk_kv * spec.heads_per_product
-    scratch["small_products"] = product_buffers(rows, keys, spec.weights_dtype)
+    chunks = heads // num_head_groups(spec) * spec.chunks_per_step
+    rows, keys = cdiv(chunks, NUM_PRODUCT_BUFFERS) * spec.smallest_product_rows, spec.chunk_kv * spec.heads_per_product
+    scratch["small_product_buffers"] = product_buffers(rows, keys, spec.weights_dtype)
     if spec.stores_score_limits:
         scratch["score_limits"] = pltpu.VMEM(
-            (cache.heads_per_unit if cache.interleaved else 1, spec.small_rows, LANES), jnp.float32
+            (
+                cache.kv_heads_per_word_row if cache.interleaves_keys_and_values else 1,
+                spec.smallest_product_rows,
+                LANES,
+            ),
+            jnp.float32,
         )
     if spec.tokens_per_tile == 1:
         scratch["key_mask"] = pltpu.VMEM((spec.chunks_per_step, spec.chunk_kv * spec.heads_per_product), jnp.float32)
-    if spec.rows_per_tile > spec.small_rows:
-        scratch["large_products"] = product_buffers(
-            max(spec.row_block, HEADS_PER_STEP // NUM_PRODUCT_BUFFERS * spec.row_chunk),
+    if spec.rows_per_tile > spec.smallest_product_rows:
+        scratch["large_product_buffers"] = product_buffers(
+            max(spec.unmasked_product_rows, HEADS_PER_STEP // NUM_PRODUCT_BUFFERS * spec.masked_product_rows),
             spec.part_kv,
             spec.weights_dtype,
         )
     scratch |= {f"{name}_buffer": _block_buffer(spec, x, name == "values") for name, x in caches_by_name.items()}
-    if spec.rows_per_tile > spec.small_rows:
+    if spec.rows_per_tile > spec.smallest_product_rows:
         scratch["head_keys"] = pltpu.VMEM((heads, spec.part_kv, spec.head_dim), spec.operand_dtype)
         scratch["head_values"] = pltpu.VMEM((heads, spec.part_kv, spec.value_dim), spec.weights_dtype)
     scratch |= _scratch_of_row_terms(spec)
@@ -207,7 +212,7 @@ def _scratch_of_row_terms(spec: PagedSpec) -> dict[str, Any]:
     """Returns the scratch memory of the bias for pairs, and of what each row has for itself."""
     scratch: dict[str, Any] = {}
     if spec.pair_bias_columns:
-        size = rows_per_copy(spec)
+        size = bias_tokens_per_copy(spec)
         tokens = cdiv(spec.tokens_per_tile, size) * size
         scratch["pair_bias_buffer"] = pltpu.VMEM((PREFETCHED_BLOCKS + 1, tokens, 1, spec.block_kv + LANES), jnp.float32)
         rows = 1 if spec.tokens_per_tile == 1 else spec.rows_per_tile
@@ -220,13 +225,13 @@ def _scratch_of_row_terms(spec: PagedSpec) -> dict[str, Any]:
     return scratch
 
 
-def _block_buffer(spec: PagedSpec, stored: jax.Array, second: bool) -> Any:
+def _block_buffer(spec: PagedSpec, cache_array: jax.Array, is_second_cache: bool) -> Any:
     """Returns the scratch memory for blocks of the first or the second cache, of all pipeline stages."""
-    if spec.cache_layout.in_columns(second):
-        shape = (spec.kv_heads, stored.shape[1], spec.block_kv)
-    elif spec.cache_layout.head_major:
-        shape = (spec.kv_heads, spec.block_kv, stored.shape[-1])
+    if spec.cache_layout.has_tokens_along_lanes(is_second_cache):
+        shape = (spec.kv_heads, cache_array.shape[1], spec.block_kv)
+    elif spec.cache_layout.is_head_major:
+        shape = (spec.kv_heads, spec.block_kv, cache_array.shape[-1])
     else:
-        groups = cdiv(stored.shape[-1], LANES)
-        shape = (groups, spec.pages_per_block, *stored.shape[1:-1], min(stored.shape[-1], LANES))
-    return pltpu.VMEM((PREFETCHED_BLOCKS + 1, *shape), stored.dtype)
+        groups = cdiv(cache_array.shape[-1], LANES)
+        shape = (groups, spec.pages_per_block, *cache_array.shape[1:-1], min(cache_array.shape[-1], LANES))
+    return pltpu.VMEM((PREFETCHED_BLOCKS + 1, *shape), cache_array.dtype)

@@ -33,7 +33,7 @@ class WorkList(NamedTuple):
         page_table: int32 [N * pages per sequence + pages of a block], indices of pages; -1 for missing pages.
         token_at_index: int32 [Tp], the token at each index of the packed queries; T at padding.
         packed_index: int32 [T], the index of each token in the packed queries; 0 for padding tokens.
-        in_sequence: bool [T], whether a token belongs to a sequence.
+        is_in_sequence: bool [T], whether a token belongs to a sequence.
         item_of_token: int32 [T], the work item of each token.
         offset_in_item: int32 [T], the index of each token in its work item.
         context_lengths: int32 [N], tokens of each sequence before its queries; None if no term of the scores needs
@@ -45,7 +45,7 @@ class WorkList(NamedTuple):
     page_table: jax.Array
     token_at_index: jax.Array
     packed_index: jax.Array
-    in_sequence: jax.Array
+    is_in_sequence: jax.Array
     item_of_token: jax.Array
     offset_in_item: jax.Array
     context_lengths: jax.Array | None = None
@@ -63,7 +63,7 @@ def make_work_list(record: PagedAttention, spec: PagedSpec, row_positions: jax.A
     starts, lengths = paged_cache.query_ranges(record)
     first_item, total, sequence, num_skipped, tokens, position = paged_cache.query_tiles(record, spec.tokens_per_tile)
     # Each sequence begins at a row where a copy may begin, so packed queries have gaps.
-    padded = cdiv(lengths, spec.token_align) * spec.token_align
+    padded = cdiv(lengths, spec.sequence_token_multiple) * spec.sequence_token_multiple
     base = jnp.cumsum(padded, dtype=jnp.int32) - padded
     last_position = position + tokens - 1
     if row_positions is not None:
@@ -93,7 +93,7 @@ def make_work_list(record: PagedAttention, spec: PagedSpec, row_positions: jax.A
     return WorkList(
         work_items=jnp.concatenate([fields[name].astype(jnp.int32) for name in ITEM_FIELDS]),
         # The fixed cost of an item is estimated as that of one more chunk of keys.
-        first_item_of_core=_item_ranges_by_core(
+        first_item_of_core=_first_items_of_cores(
             spec,
             first if record.new_keys is not None else tokens > 0,
             jnp.where(tokens > 0, high - low + spec.chunk_kv, 0),
@@ -108,16 +108,20 @@ def make_work_list(record: PagedAttention, spec: PagedSpec, row_positions: jax.A
 
 
 def _token_fields(
-    record: PagedAttention, spec: PagedSpec, starts: jax.Array, base: jax.Array, first_item: jax.Array
+    record: PagedAttention,
+    spec: PagedSpec,
+    query_starts: jax.Array,
+    packed_starts: jax.Array,
+    first_item_of_sequence: jax.Array,
 ) -> dict[str, jax.Array]:
     """Returns the fields of the work list that have an entry for each query token."""
     owner, _ = paged_cache.token_sequences_and_positions(record)
-    inside = jnp.arange(owner.shape[0], dtype=jnp.int32) - starts[owner]
+    inside = jnp.arange(owner.shape[0], dtype=jnp.int32) - query_starts[owner]
     in_sequence = owner >= 0
     return {
-        "packed_index": jnp.where(in_sequence, base[owner] + inside, 0),
-        "in_sequence": in_sequence,
-        "item_of_token": jnp.where(in_sequence, first_item[owner] + inside // spec.tokens_per_tile, 0),
+        "packed_index": jnp.where(in_sequence, packed_starts[owner] + inside, 0),
+        "is_in_sequence": in_sequence,
+        "item_of_token": jnp.where(in_sequence, first_item_of_sequence[owner] + inside // spec.tokens_per_tile, 0),
         "offset_in_item": jnp.where(in_sequence, inside % spec.tokens_per_tile, 0),
     }
 
@@ -138,9 +142,9 @@ def _key_range(
     spec: PagedSpec,
     sequence: jax.Array,
     positions: tuple[jax.Array, jax.Array],
-    tokens: jax.Array,
+    num_tokens: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the first key, and one more than the last key, of tiles of `tokens` rows with these first and last
+    """Returns the first key, and one more than the last key, of tiles of `num_tokens` rows with these first and last
     positions.
     """
     first, last = positions
@@ -155,7 +159,7 @@ def _key_range(
         low = jnp.maximum(low, first // size * size)
         high = jnp.minimum(high, (last // size + 1) * size)
     low = jnp.maximum(low, 0)
-    return low, jnp.where(tokens > 0, jnp.maximum(high, low), low)
+    return low, jnp.where(num_tokens > 0, jnp.maximum(high, low), low)
 
 
 def _page_tables(record: PagedAttention) -> jax.Array:
@@ -167,39 +171,45 @@ def _page_tables(record: PagedAttention) -> jax.Array:
 
 
 def _has_missing_pages(
-    tables: jax.Array, spec: PagedSpec, sequence: jax.Array, low: jax.Array, high: jax.Array
+    tables: jax.Array, spec: PagedSpec, sequence: jax.Array, first_key: jax.Array, end_key: jax.Array
 ) -> jax.Array:
     """Returns whether a page between two keys is missing."""
     # Cumulative sums over the table: any range of pages then takes two look-ups.
     num_absent = jnp.cumsum(jnp.pad(tables < 0, ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)
-    first, end = low // spec.cache_layout.slots_per_page, cdiv(high, spec.cache_layout.slots_per_page)
+    first, end = first_key // spec.cache_layout.slots_per_page, cdiv(end_key, spec.cache_layout.slots_per_page)
     return (num_absent[sequence, end] - num_absent[sequence, jnp.minimum(first, end)]) > 0
 
 
-def _item_ranges_by_core(spec: PagedSpec, can_begin: jax.Array, cost: jax.Array, live: jax.Array) -> jax.Array:
+def _first_items_of_cores(
+    spec: PagedSpec, can_begin: jax.Array, item_costs: jax.Array, num_items: jax.Array
+) -> jax.Array:
     """Returns the first item of each core's part, an item where a part can begin, chosen so that parts cost about the
     same.
 
     Where tokens are written, a part begins with a sequence, since the tokens that its first item writes are read by its
     other items.
     """
-    before = jnp.cumsum(cost) - cost
-    entry = jnp.arange(cost.shape[0], dtype=jnp.int32)
-    share = jnp.sum(cost) / spec.num_cores
+    before = jnp.cumsum(item_costs) - item_costs
+    entry = jnp.arange(item_costs.shape[0], dtype=jnp.int32)
+    share = jnp.sum(item_costs) / spec.num_cores
     begins = [
-        jnp.min(jnp.where(can_begin & (before >= part * share), entry, live), initial=live)
+        jnp.min(jnp.where(can_begin & (before >= part * share), entry, num_items), initial=num_items)
         for part in range(1, spec.num_cores)
     ]
-    return jnp.stack([jnp.int32(0), *(x.astype(jnp.int32) for x in begins), live])
+    return jnp.stack([jnp.int32(0), *(x.astype(jnp.int32) for x in begins), num_items])
 
 
 def _token_of_packed_row(
-    record: PagedAttention, spec: PagedSpec, ends: jax.Array, shift: jax.Array, is_filled: jax.Array
+    record: PagedAttention, spec: PagedSpec, padded_ends: jax.Array, token_offsets: jax.Array, filled_ends: jax.Array
 ) -> jax.Array:
     """Returns the token at every index of the packed queries; T at padding."""
-    total, sequences = record.query.shape[0], ends.shape[0]
-    bound = sequences * spec.token_align if record.query_start is None else total + sequences * (spec.token_align - 1)
-    index = jnp.arange(cdiv(bound, spec.token_align) * spec.token_align, dtype=jnp.int32)
+    total, sequences = record.query.shape[0], padded_ends.shape[0]
+    bound = (
+        sequences * spec.sequence_token_multiple
+        if record.query_start is None
+        else total + sequences * (spec.sequence_token_multiple - 1)
+    )
+    index = jnp.arange(cdiv(bound, spec.sequence_token_multiple) * spec.sequence_token_multiple, dtype=jnp.int32)
     # The array's size is a static bound, lengths are not: indices after the last sequence have no token.
-    sequence = jnp.minimum(jnp.searchsorted(ends, index, side="right"), sequences - 1)
-    return jnp.where(index < is_filled[sequence], index + shift[sequence], total)
+    sequence = jnp.minimum(jnp.searchsorted(padded_ends, index, side="right"), sequences - 1)
+    return jnp.where(index < filled_ends[sequence], index + token_offsets[sequence], total)

@@ -45,13 +45,15 @@ class PagedSpec:
         kv_heads: KV heads in units of `heads_per_product`, including those that pad the last word.
         head_dim: D in the products, padded.
         value_dim: Dv in the products, padded.
-        tokens_per_tile: Query tokens per tile: a multiple of `token_align`, or 1 if each sequence has one token.
-        token_align: Every sequence has a multiple of this number of tokens in the packed queries.
-        rows_per_tile: Query rows per KV head and tile; a multiple of `row_align`.
-        row_align: Query rows per copy.
-        small_rows: Query rows per KV head in the smallest product.
-        row_chunk: Query rows per product of a large tile where pairs are masked or tokens few; divides `rows`.
-        row_block: Query rows per product of a large tile elsewhere; divides `rows`.
+        tokens_per_tile: Query tokens per tile: a multiple of `sequence_token_multiple`, or 1 if each sequence has one
+            token.
+        sequence_token_multiple: Every sequence has a multiple of this number of tokens in the packed queries.
+        rows_per_tile: Query rows per KV head and tile; a multiple of `query_rows_per_copy`.
+        query_rows_per_copy: Query rows per copy.
+        smallest_product_rows: Query rows per KV head in the smallest product.
+        masked_product_rows: Query rows per product of a large tile where pairs are masked or tokens few; divides
+            `rows`.
+        unmasked_product_rows: Query rows per product of a large tile elsewhere; divides `rows`.
         part_kv: Keys per product of a large tile; divides `chunk_kv`.
         block_kv: Keys that are copied together.
         chunk_kv: Keys per product of few rows; divides `block_kv`.
@@ -89,12 +91,12 @@ class PagedSpec:
     head_dim: int
     value_dim: int
     tokens_per_tile: int
-    token_align: int
+    sequence_token_multiple: int
     rows_per_tile: int
-    row_align: int
-    small_rows: int
-    row_chunk: int
-    row_block: int
+    query_rows_per_copy: int
+    smallest_product_rows: int
+    masked_product_rows: int
+    unmasked_product_rows: int
     part_kv: int
     block_kv: int
     chunk_kv: int
@@ -128,7 +130,7 @@ class PagedSpec:
         return self.kv_heads * self.group_size
 
     @property
-    def bounds_last(self) -> bool:
+    def has_last_token_per_key(self) -> bool:
         """Returns whether a key has a last token that attends it."""
         return self.window_left is not None or self.attention_chunk is not None
 
@@ -143,7 +145,7 @@ class PagedSpec:
         return self.block_kv // self.cache_layout.slots_per_page
 
     @property
-    def copy_slices(self) -> int:
+    def num_copy_slices(self) -> int:
         """Returns in how many slices the prefetched block's copies are started while a block is computed; 0 if
         before it.
 
@@ -151,8 +153,12 @@ class PagedSpec:
         """
         if self.cache_layout.is_latent:  # loads of latent rows have no slices between which copies could be started
             return 0
-        copies = self.pages_per_block * (1 if self.cache_layout.combined else 2) * self.cache_layout.lane_groups
-        once = self.chunk_kv * self.chunks_per_step == self.block_kv and self.cache_layout.head_groups == 1
+        copies = (
+            self.pages_per_block
+            * (1 if self.cache_layout.has_combined_keys_and_values else 2)
+            * self.cache_layout.num_lane_groups
+        )
+        once = self.chunk_kv * self.chunks_per_step == self.block_kv and self.cache_layout.num_head_groups == 1
         return (
             cdiv(copies, self.copies_per_slice)
             if self.tokens_per_tile == 1 and once and copies <= MAX_UNROLLED_COPIES
@@ -160,10 +166,10 @@ class PagedSpec:
         )
 
     @property
-    def whole_blocks(self) -> bool:
+    def computes_blocks_in_one_step(self) -> bool:
         """Returns whether a block that needs no mask is computed in one step; others are computed in two halves."""
         once = self.tokens_per_tile == 1 and self.chunk_kv * self.chunks_per_step == self.block_kv
-        return self.copy_slices > 0 or (self.cache_layout.is_latent and once)
+        return self.num_copy_slices > 0 or (self.cache_layout.is_latent and once)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +205,7 @@ def pair_bias_columns(record: PagedAttention) -> int:
     return max(1, min(columns, tokens))
 
 
-def shares_products(record: PagedAttention) -> bool:
+def heads_share_products(record: PagedAttention) -> bool:
     """Returns whether keys of several heads share one product if every sequence has one query.
 
     A bias for pairs has one column per key, so its keys are in the order of positions, head by head.
@@ -212,30 +218,30 @@ def shares_products(record: PagedAttention) -> bool:
 
 
 def make_spec(
-    record: PagedAttention, sizes: PagedTiles, *, by_row: RowTerms = NO_ROW_TERMS, output_dtype: Any = None
+    record: PagedAttention, sizes: PagedTiles, *, row_terms: RowTerms = NO_ROW_TERMS, output_dtype: Any = None
 ) -> PagedSpec:
     """Returns the constants of a record's kernel with given tiles.
 
     Args:
         record: The record.
         sizes: The tiles.
-        by_row: The terms that each row has for itself.
+        row_terms: The terms that each row has for itself.
         output_dtype: Dtype of the output; None for the query's.
     """
     cache = make_cache_layout(record)
     left, right = causal_window_bounds(record)
     operand = _operand_dtype(record)
-    heads = cdiv(paged_cache.kv_heads(record), cache.heads_per_unit) * cache.heads_per_unit
+    heads = cdiv(paged_cache.kv_heads(record), cache.kv_heads_per_word_row) * cache.kv_heads_per_word_row
     heads_per_product = (
-        cache.heads_per_group if _has_single_token_tiles(record, sizes) and shares_products(record) else 1
+        cache.kv_heads_per_group if _has_single_token_tiles(record, sizes) and heads_share_products(record) else 1
     )
     return PagedSpec(
         heads_per_product=heads_per_product,
         kv_heads=heads // heads_per_product,
-        head_dim=cache.row_elements + cache.rotary_dim
+        head_dim=cache.elements_per_row + cache.rotary_dim
         if cache.key_and_value_share_lanes or cache.is_latent
         else record.query.shape[-1],
-        value_dim=cache.row_elements
+        value_dim=cache.elements_per_row
         if cache.key_and_value_share_lanes
         else record.latent[1]
         if record.latent
@@ -256,8 +262,8 @@ def make_spec(
         attention_chunk=record.chunk_size,
         has_slopes=record.alibi_slopes is not None,
         pair_bias_columns=pair_bias_columns(record),
-        has_row_positions=by_row.positions,
-        has_row_contexts=by_row.contexts,
+        has_row_positions=row_terms.positions,
+        has_row_contexts=row_terms.contexts,
         output_dtype=jnp.dtype(record.query.dtype if output_dtype is None else output_dtype),
         value_scale=record.value_scale,
         num_cores=sizes.parts,
@@ -272,23 +278,34 @@ def _has_single_token_tiles(record: PagedAttention, sizes: PagedTiles) -> bool:
 def _query_row_fields(record: PagedAttention, sizes: PagedTiles, heads_per_product: int) -> dict[str, int]:
     """Returns the fields of `PagedSpec` about query rows."""
     group = record.query.shape[1] // paged_cache.kv_heads(record) * heads_per_product
-    row_align = 32 // _operand_dtype(record).itemsize
-    token_align, small_rows = row_align // math.gcd(row_align, group), cdiv(group, row_align) * row_align
-    tokens = 1 if _has_single_token_tiles(record, sizes) else max(1, sizes.queries // token_align) * token_align
-    rows = small_rows if _has_single_token_tiles(record, sizes) else tokens * group
+    query_rows_per_copy = 32 // _operand_dtype(record).itemsize
+    sequence_token_multiple, smallest_product_rows = (
+        query_rows_per_copy // math.gcd(query_rows_per_copy, group),
+        cdiv(group, query_rows_per_copy) * query_rows_per_copy,
+    )
+    tokens = (
+        1
+        if _has_single_token_tiles(record, sizes)
+        else max(1, sizes.queries // sequence_token_multiple) * sequence_token_multiple
+    )
+    rows = smallest_product_rows if _has_single_token_tiles(record, sizes) else tokens * group
 
-    def largest(limit: int) -> int:
-        return max(n for n in range(row_align, max(limit, small_rows) + 1, row_align) if rows % n == 0)
+    def largest_divisor(limit: int) -> int:
+        return max(
+            n
+            for n in range(query_rows_per_copy, max(limit, smallest_product_rows) + 1, query_rows_per_copy)
+            if rows % n == 0
+        )
 
     return {
         "group_size": group,
         "tokens_per_tile": tokens,
-        "token_align": token_align,
+        "sequence_token_multiple": sequence_token_multiple,
         "rows_per_tile": rows,
-        "row_align": row_align,
-        "small_rows": small_rows,
-        "row_chunk": largest(SMALL_PRODUCT_ROWS),
-        "row_block": largest(LARGE_PRODUCT_ROWS),
+        "query_rows_per_copy": query_rows_per_copy,
+        "smallest_product_rows": smallest_product_rows,
+        "masked_product_rows": largest_divisor(SMALL_PRODUCT_ROWS),
+        "unmasked_product_rows": largest_divisor(LARGE_PRODUCT_ROWS),
     }
 
 
@@ -324,17 +341,21 @@ def _pipeline_fields(heads_per_product: int) -> dict[str, Any]:
     }
 
 
-def _product_sizes(block: int, single: bool, heads_per_product: int, most: int) -> tuple[int, int]:
-    """Returns keys per product, and products per step: at most `most`, the number that registers hold."""
+def _product_sizes(
+    block: int, is_single_token: bool, heads_per_product: int, max_products_per_step: int
+) -> tuple[int, int]:
+    """Returns keys per product, and products per step: at most `max_products_per_step`, the number that
+    registers hold.
+    """
     if heads_per_product == 1:
-        return math.gcd(block, DEFAULT_BLOCK_KEYS if single else KEYS_PER_CHUNK), 1
-    chunk = math.gcd(block, DEFAULT_BLOCK_KEYS // most)
-    return chunk, math.gcd(block // chunk, most)
+        return math.gcd(block, DEFAULT_BLOCK_KEYS if is_single_token else KEYS_PER_CHUNK), 1
+    chunk = math.gcd(block, DEFAULT_BLOCK_KEYS // max_products_per_step)
+    return chunk, math.gcd(block // chunk, max_products_per_step)
 
 
-def _whole_page_block_keys(slots: int, keys: int) -> int:
+def _whole_page_block_keys(slots_per_page: int, keys: int) -> int:
     """Returns a number of keys that is whole pages and whole lanes, and at least the requested one where possible."""
-    step = math.lcm(slots, LANES)
+    step = math.lcm(slots_per_page, LANES)
     return max(1, cdiv(keys, step)) * step
 
 

@@ -145,8 +145,8 @@ def run_kernel(
             kernel=functools.partial(kernel, spec=spec),
             refs=SelectedRefs,
             grid=(*work.shape[:2], *(tiles[::-1] if accumulates_for_keys else tiles)),
-            parallel=3,
-            tables={"last_key_tile": plan.last_key_tiles(work, spec)},
+            num_parallel_axes=3,
+            scalar_tables={"last_key_tile": plan.last_key_tiles(work, spec)},
             inputs={
                 "work_list": Operand(work, work_block, _query_index_map(accumulates_for_keys), memory_space=pltpu.SMEM),
                 "query": query_tile_operand(spec, query, accumulates_for_keys),

@@ -100,8 +100,8 @@ def _update_slots(record: SelectiveScan, plan: SlotUpdatePlan, slot_states: jax.
             kernel=functools.partial(selective_state_update, spec=spec),
             refs=UpdateRefs,
             grid=(spec.num_channel_tiles, plan.token_positions.num_used_chunks),
-            parallel=1,
-            tables={"chunk_table": plan.chunk_table},
+            num_parallel_axes=1,
+            scalar_tables={"chunk_table": plan.chunk_table},
             inputs={
                 "x": update_token_operand(x),
                 "dt": update_token_operand(plan.gather_to_chunks(record.step)),
@@ -208,8 +208,8 @@ def run(
             refs=ScanRefs,
             grid=(plan.batch_size, spec.num_channel_tiles, spec.chunks_per_row),
             # Rows and channels; the chunks of a row follow each other.
-            parallel=2,
-            tables={"chunk_table": plan.chunk_table},
+            num_parallel_axes=2,
+            scalar_tables={"chunk_table": plan.chunk_table},
             inputs=inputs,
             outputs=outputs,
             scratch={

@@ -128,12 +128,12 @@ def multiply(
             refs=RowsRefs,
             grid=(cdiv(spec.num_columns, width), work.num_items, spec.num_contracted_tiles),
             # Only columns are parallel: items that share a tile of rows are consecutive, since they write to one block.
-            parallel=1,
-            tables={"work_items": work.table},
+            num_parallel_axes=1,
+            scalar_tables={"work_items": work.table},
             inputs=inputs,
             outputs=outputs,
             scratch=scratch,
-            where=make_coordinate_map(1),
+            coordinate_map=make_coordinate_map(1),
             vmem_limit=vmem_limit_bytes((*inputs.values(), *outputs.values()), scratch),
         )
     )
@@ -189,7 +189,7 @@ def _input_operands(
 
 def _factor_half_operand(operand: Operand, blocks_per_half: int) -> Operand:
     """Returns the same block of a matrix's, or of a bias's, other half, `blocks_per_half` blocks of columns later."""
-    return dataclasses.replace(operand, index=lambda v, n, k: operand.index(v, n + blocks_per_half, k))
+    return dataclasses.replace(operand, index_map=lambda v, n, k: operand.index_map(v, n + blocks_per_half, k))
 
 
 def _contracted_tile_of_item(work_item: WorkItem, k: Any, spec: GroupedSpec) -> Any:

@@ -84,12 +84,12 @@ def matrix_gradients(
             if spec.transposes_matrices
             else (n_tiles, num_contracted_tiles, work.num_items),
             # Tiles of a matrix may go to different cores; the items of a tile add to one accumulator.
-            parallel=1,
-            tables={"work_items": work.table},
+            num_parallel_axes=1,
+            scalar_tables={"work_items": work.table},
             inputs=inputs,
             outputs=outputs,
             scratch=scratch,
-            where=make_coordinate_map(2),
+            coordinate_map=make_coordinate_map(2),
             vmem_limit=vmem_limit_bytes((*inputs.values(), *outputs.values()), scratch),
         )
     )

@@ -19,7 +19,12 @@ from ejkernel_pallas.tpu.mosaic.division import divide
 from ejkernel_pallas.tpu.mosaic.loops import for_each_index, fori_loop
 from ejkernel_pallas.tpu.paged_attention.kernels import copies, pair_bias
 from ejkernel_pallas.tpu.paged_attention.kernels.copies import KeyBlock, WorkItem
-from ejkernel_pallas.tpu.paged_attention.kernels.load_keys import KeyChunk, head_groups, load_head_group, load_rotary
+from ejkernel_pallas.tpu.paged_attention.kernels.load_keys import (
+    KeyChunk,
+    load_head_group,
+    load_rotary,
+    num_head_groups,
+)
 from ejkernel_pallas.tpu.paged_attention.kernels.online_softmax import (
     HeadChunk,
     ProductRows,
@@ -42,13 +47,13 @@ def call_with_row_count(has_few_rows: Any, spec: PagedSpec, body: Callable[[int]
     """Calls `body` with the number of rows to compute: the smallest product's if the item's rows fit it, else a whole
     tile's.
     """
-    if spec.rows_per_tile == spec.small_rows:
-        body(spec.small_rows)
+    if spec.rows_per_tile == spec.smallest_product_rows:
+        body(spec.smallest_product_rows)
         return
 
     @pl.when(has_few_rows)
     def _() -> None:
-        body(spec.small_rows)
+        body(spec.smallest_product_rows)
 
     @pl.when(jnp.logical_not(has_few_rows))
     def _() -> None:
@@ -56,50 +61,63 @@ def call_with_row_count(has_few_rows: Any, spec: PagedSpec, body: Callable[[int]
 
 
 def attend_block(
-    refs: PagedRefs, block: KeyBlock, prefetch: KeyBlock, prefetch_exists: Any, buffer_slot: Any, spec: PagedSpec
+    refs: PagedRefs,
+    block: KeyBlock,
+    prefetched_block: KeyBlock,
+    has_prefetched_block: Any,
+    buffer_slot: Any,
+    spec: PagedSpec,
 ) -> None:
-    """Starts the copies of the block `prefetch`, if there is one, and attends to the chunks of `block`.
+    """Starts the copies of the block `prefetched_block`, if there is one, and attends to the chunks of `block`.
 
     If the whole block is attended, and the next block's pages begin at its first slot and are all present, copies are
     started between vector instructions. Each start takes about four cycles of the scalar unit, which is idle there.
     """
     in_one_step = jnp.bool_(False)
-    if spec.whole_blocks:
+    if spec.computes_blocks_in_one_step:
         in_one_step = _needs_no_mask(
             refs, block.item, block.index_in_sequence * spec.block_kv, spec.chunk_kv * spec.chunks_per_step, spec
         )
-        if spec.copy_slices:
-            in_one_step = in_one_step & (prefetch.item.missing_pages == 0) & (prefetch.page_range(spec)[0] == 0)
-    starts_between = in_one_step if spec.copy_slices else jnp.bool_(False)
-    size = spec.chunk_kv * (max(1, spec.chunks_per_step // 2) if spec.whole_blocks else spec.chunks_per_step)
+        if spec.num_copy_slices:
+            in_one_step = (
+                in_one_step & (prefetched_block.item.missing_pages == 0) & (prefetched_block.page_range(spec)[0] == 0)
+            )
+    starts_between = in_one_step if spec.num_copy_slices else jnp.bool_(False)
+    size = spec.chunk_kv * (
+        max(1, spec.chunks_per_step // 2) if spec.computes_blocks_in_one_step else spec.chunks_per_step
+    )
     base, item = block.index_in_sequence * spec.block_kv, block.item
     # Chunks that no row attends, at either end of a sequence, are skipped.
     first = jnp.clip(divide(item.first_key - base, size), 0, spec.block_kv // size)
     end = jnp.clip(divide(item.end_key - base + size - 1, size), first, spec.block_kv // size)
 
-    @pl.when(prefetch_exists & jnp.logical_not(starts_between))
+    @pl.when(has_prefetched_block & jnp.logical_not(starts_between))
     def _() -> None:
-        copies.start_page_copies(refs, prefetch, spec)
+        copies.start_page_copies(refs, prefetched_block, spec)
 
     if spec.pair_bias_columns:
-        pl.when(prefetch_exists)(lambda: pair_bias.copy_pair_bias(refs, prefetch, spec, wait=False))
+        pl.when(has_prefetched_block)(lambda: pair_bias.copy_pair_bias(refs, prefetched_block, spec, wait=False))
         pair_bias.copy_pair_bias(refs, block, spec, wait=True)
     copies.wait_for_page_copies(refs, block, (first * size, end * size), spec)
 
-    if spec.whole_blocks:
-        count = spec.copy_slices
-        pieces = copies.sliced_page_copy_starts(refs, prefetch, prefetch_exists, count, spec) if count else iter(())
+    if spec.computes_blocks_in_one_step:
+        count = spec.num_copy_slices
+        pieces = (
+            copies.sliced_page_copy_starts(refs, prefetched_block, has_prefetched_block, count, spec)
+            if count
+            else iter(())
+        )
         pl.when(in_one_step)(
             lambda: _attend_few_rows(
                 refs, block, buffer_slot, _key_chunks_of_step(block, 0, spec.chunks_per_step, False, spec), pieces, spec
             )
         )
 
-    def step(k: jax.Array, carry: jax.Array) -> jax.Array:
+    def attend_step(k: jax.Array, carry: jax.Array) -> jax.Array:
         _attend_chunks(refs, block, buffer_slot, (pl.multiple_of(k * size, size), size // spec.chunk_kv), spec)
         return carry
 
-    fori_loop(jnp.where(in_one_step, end, first), end, step, jnp.int32(0))
+    fori_loop(jnp.where(in_one_step, end, first), end, attend_step, jnp.int32(0))
 
 
 def _key_chunks_of_step(block: KeyBlock, start: Any, count: int, masked: bool, spec: PagedSpec) -> list[KeyChunk]:
@@ -128,7 +146,7 @@ def _needs_no_mask(refs: PagedRefs, item: WorkItem, key: Any, size: int, spec: P
         high = jnp.minimum(high, (divide(item.first_position, size_of_chunk) + 1) * size_of_chunk)
     plain = (key >= low) & (end <= high) & (item.missing_pages == 0)
     if spec.pair_bias_columns:
-        plain &= jnp.logical_not(pair_bias.overlaps(refs, item, key, size, spec))
+        plain &= jnp.logical_not(pair_bias.keys_have_pair_bias(refs, item, key, size, spec))
     return plain
 
 
@@ -141,30 +159,30 @@ def _attend_chunks(
     first_key, num_keys = block.index_in_sequence * spec.block_kv + start, count * spec.chunk_kv
     plain = _needs_no_mask(refs, item, first_key, num_keys, spec)
 
-    def attend_few_rows(masked: bool, biased: bool = False) -> None:
+    def attend_few_rows(masked: bool, has_pair_bias: bool = False) -> None:
         step = _key_chunks_of_step(block, start, count, masked, spec)
-        step = [chunk._replace(has_pair_bias=biased) for chunk in step]
+        step = [chunk._replace(has_pair_bias=has_pair_bias) for chunk in step]
         _attend_few_rows(refs, block, buffer_slot, step, iter(()), spec)
 
     def attend_few_masked_rows() -> None:
         if not spec.pair_bias_columns:
             attend_few_rows(True)
             return
-        biased = pair_bias.overlaps(refs, item, first_key, num_keys, spec)
+        biased = pair_bias.keys_have_pair_bias(refs, item, first_key, num_keys, spec)
         pl.when(biased)(lambda: attend_few_rows(True, True))
         pl.when(jnp.logical_not(biased))(lambda: attend_few_rows(True))
 
-    if spec.rows_per_tile == spec.small_rows:
-        if not spec.whole_blocks:
+    if spec.rows_per_tile == spec.smallest_product_rows:
+        if not spec.computes_blocks_in_one_step:
             pl.when(plain)(lambda: attend_few_rows(False))
-        pl.when(jnp.logical_not(plain & (not spec.whole_blocks)))(attend_few_masked_rows)
+        pl.when(jnp.logical_not(plain & (not spec.computes_blocks_in_one_step)))(attend_few_masked_rows)
         return
 
-    @pl.when(item.num_tokens * spec.group_size > spec.small_rows)
+    @pl.when(item.num_tokens * spec.group_size > spec.smallest_product_rows)
     def _() -> None:
         _attend_whole_tile(refs, block, buffer_slot, start, spec)
 
-    pl.when(item.num_tokens * spec.group_size <= spec.small_rows)(attend_few_masked_rows)
+    pl.when(item.num_tokens * spec.group_size <= spec.smallest_product_rows)(attend_few_masked_rows)
 
 
 def _attend_few_rows(
@@ -178,7 +196,7 @@ def _attend_few_rows(
     """Attends with few rows of all heads (decode), and calls one function of `copy_starts` after each slice that it
     loads.
     """
-    rows = ProductRows(buffer_slot, 0, spec.small_rows, block.item.first_position)
+    rows = ProductRows(buffer_slot, 0, spec.smallest_product_rows, block.item.first_position)
     if chunks[0].needs_mask and spec.tokens_per_tile == 1:
         store_key_mask(refs, block.item, chunks, spec)
     if chunks[0].has_pair_bias:
@@ -186,21 +204,30 @@ def _attend_few_rows(
             pair_bias.store_row_bias(refs, block.item, chunk, n, spec)
     chunk_masks = [make_score_mask(refs, block.item, rows, at, n, spec) for n, at in enumerate(chunks)]
     chunk_columns = [key_offsets_from_context(refs, block.item, at, spec) for at in chunks]
-    heads = spec.kv_heads // head_groups(spec)
+    heads = spec.kv_heads // num_head_groups(spec)
 
-    def head_group(k: Any) -> None:
+    def attend_head_group(k: Any) -> None:
         def load_tiles(at: KeyChunk, values: bool) -> list[jax.Array]:
             return load_head_group(
-                refs.buffers, k, at, spec, values=values, between=lambda: next(copy_starts, _do_nothing)()
+                refs.buffers, k, at, spec, values=values, after_each_slice=lambda: next(copy_starts, _do_nothing)()
             )
 
-        def head_chunks(step: int, at: KeyChunk, mask: ScoreMask | None, columns: jax.Array | None) -> list[HeadChunk]:
+        def make_head_chunks(
+            step: int, at: KeyChunk, mask: ScoreMask | None, columns: jax.Array | None
+        ) -> list[HeadChunk]:
             bias = step if at.has_pair_bias else None
             keys, values = (functools.cache(partial(load_tiles, at, is_values)) for is_values in (False, True))
             rotary = partial(load_rotary, refs.buffers, at, spec) if spec.cache_layout.rotary_dim else None
             return [
                 HeadChunk(
-                    k * heads + n, rows, _load_one_head(keys, n), _load_one_head(values, n), mask, rotary, columns, bias
+                    k * heads + n,
+                    rows,
+                    _make_head_loader(keys, n),
+                    _make_head_loader(values, n),
+                    mask,
+                    rotary,
+                    columns,
+                    bias,
                 )
                 for n in range(heads)
             ]
@@ -209,21 +236,21 @@ def _attend_few_rows(
         lookahead = spec.masked_lookahead if chunks[0].needs_mask else spec.lookahead
         update_softmax(
             refs,
-            [chunk for chunk_arguments in chunks_with_masks for chunk in head_chunks(*chunk_arguments)],
+            [chunk for chunk_arguments in chunks_with_masks for chunk in make_head_chunks(*chunk_arguments)],
             lookahead,
             spec,
         )
         for start_copies in copy_starts:
             start_copies()
 
-    for_each_index(head_groups(spec), head_group)
+    for_each_index(num_head_groups(spec), attend_head_group)
 
 
 def _do_nothing() -> None:
     pass
 
 
-def _load_one_head(load_tiles: Callable[[], list[jax.Array]], n: int) -> Callable[[], jax.Array]:
+def _make_head_loader(load_tiles: Callable[[], list[jax.Array]], n: int) -> Callable[[], jax.Array]:
     """Returns a loader of head n. Several heads share words, so the first call loads all of them and later calls
     reuse them.
     """
@@ -235,9 +262,9 @@ def _attend_whole_tile(refs: PagedRefs, block: KeyBlock, buffer_slot: Any, start
     products.
     """
     (chunk,) = _key_chunks_of_step(block, start, 1, True, spec)
-    heads, item = spec.kv_heads // head_groups(spec), block.item
+    heads, item = spec.kv_heads // num_head_groups(spec), block.item
 
-    def product(n: Any) -> None:
+    def attend_key_part(n: Any) -> None:
         offset = pl.multiple_of(n * spec.part_kv, spec.part_kv)
         at = chunk._replace(
             start_in_buffer=pl.multiple_of(start + offset, spec.part_kv),
@@ -245,43 +272,45 @@ def _attend_whole_tile(refs: PagedRefs, block: KeyBlock, buffer_slot: Any, start
             num_keys=spec.part_kv,
         )
 
-        def head_group(k: Any) -> None:
+        def copy_head_group(k: Any) -> None:
             for target, values in ((refs.head_keys, False), (refs.head_values, True)):
                 for head, rows in enumerate(load_head_group(refs.buffers, k, at, spec, values=values)):
                     target[k * heads + head] = rows
 
         @pl.when((at.first_key < item.end_key) & (at.first_key + at.num_keys > item.first_key))
         def _() -> None:
-            for_each_index(head_groups(spec), head_group)
+            for_each_index(num_head_groups(spec), copy_head_group)
             # In a tile with few tokens a large product would be spent mostly on rows without a token.
             plain = _needs_no_mask(refs, item, at.first_key, at.num_keys, spec) & (
-                2 * item.num_tokens * spec.group_size > spec.row_block
+                2 * item.num_tokens * spec.group_size > spec.unmasked_product_rows
             )
             biased = jnp.bool_(False)
             if spec.pair_bias_columns:
-                biased = pair_bias.overlaps(refs, item, at.first_key, at.num_keys, spec)
+                biased = pair_bias.keys_have_pair_bias(refs, item, at.first_key, at.num_keys, spec)
                 pl.when(biased)(lambda: pair_bias.store_row_bias(refs, item, at, 0, spec))
-                attend(at._replace(needs_mask=True, has_pair_bias=True), biased)
-            attend(at._replace(needs_mask=False), plain)
-            attend(at._replace(needs_mask=True), jnp.logical_not(plain | biased))
+                attend_if(at._replace(needs_mask=True, has_pair_bias=True), biased)
+            attend_if(at._replace(needs_mask=False), plain)
+            attend_if(at._replace(needs_mask=True), jnp.logical_not(plain | biased))
 
-    def attend(at: KeyChunk, condition: Any) -> None:
+    def attend_if(at: KeyChunk, condition: Any) -> None:
         pl.when(condition)(partial(_attend_contiguous_heads, refs, item, buffer_slot, at, spec))
 
-    for_each_index(spec.chunk_kv // spec.part_kv, product)
+    for_each_index(spec.chunk_kv // spec.part_kv, attend_key_part)
 
 
 def _attend_contiguous_heads(
     refs: PagedRefs, item: WorkItem, buffer_slot: Any, key_chunk: KeyChunk, spec: PagedSpec
 ) -> None:
     """Attends to keys in scratch memory, with as many rows and heads at once as fill the MXU."""
-    size, lookahead = (spec.row_chunk, HEADS_PER_STEP - 1) if key_chunk.needs_mask else (spec.row_block, 0)
+    size, lookahead = (
+        (spec.masked_product_rows, HEADS_PER_STEP - 1) if key_chunk.needs_mask else (spec.unmasked_product_rows, 0)
+    )
     count = divide(item.num_tokens * spec.group_size + size - 1, size)
     heads_per_step = next(n for n in (HEADS_PER_STEP, 2, 1) if spec.kv_heads % n == 0)
     keys, values, get = refs.head_keys, refs.head_values, operator.getitem
 
-    def step(k: Any) -> None:
-        def rows_step(n: jax.Array, carry: jax.Array) -> jax.Array:
+    def attend_heads_of_step(k: Any) -> None:
+        def attend_row_chunk(n: jax.Array, carry: jax.Array) -> jax.Array:
             rows = ProductRows(buffer_slot, pl.multiple_of(n * size, size), size, item.first_position)
             mask, columns = (
                 make_score_mask(refs, item, rows, key_chunk, 0, spec),
@@ -308,6 +337,6 @@ def _attend_contiguous_heads(
             )
             return carry
 
-        fori_loop(jnp.int32(0), count, rows_step, jnp.int32(0))
+        fori_loop(jnp.int32(0), count, attend_row_chunk, jnp.int32(0))
 
-    for_each_index(spec.kv_heads // heads_per_step, step)
+    for_each_index(spec.kv_heads // heads_per_step, attend_heads_of_step)

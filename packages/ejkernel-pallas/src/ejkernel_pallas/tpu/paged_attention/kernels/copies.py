@@ -91,7 +91,7 @@ class PrefetchCursor(NamedTuple):
     item_index: Any
     block_index: Any
 
-    def after(self, items: Any, end: Any) -> "PrefetchCursor":
+    def cursor_of_next_block(self, items: Any, end: Any) -> "PrefetchCursor":
         """Returns the cursor of the following block, of this item or of the next; `item_index` is `end` after the last
         block."""
         item = WorkItem(items, jnp.minimum(self.item_index, end - 1))
@@ -106,18 +106,18 @@ def start_page_copies(refs: PagedRefs, block: KeyBlock, spec: PagedSpec) -> None
     first, end = block.page_range(spec)
     entry, per_step = block.first_table_entry(spec), math.gcd(spec.pages_per_block, COPIES_PER_STEP)
 
-    def start_several(k: jax.Array, carry: jax.Array) -> jax.Array:
+    def start_copies_of_step(k: jax.Array, carry: jax.Array) -> jax.Array:
         for page in (k * per_step + n for n in range(per_step)):
             page_id = refs.page_table[entry + page]
             exists = (page >= first) & (page < end) & (page_id >= 0)
             pl.when(exists)(functools.partial(_start_page_copy, refs, block, page_id, page, spec))
         return carry
 
-    fori_loop(divide(first, per_step), divide(end + per_step - 1, per_step), start_several, jnp.int32(0))
+    fori_loop(divide(first, per_step), divide(end + per_step - 1, per_step), start_copies_of_step, jnp.int32(0))
 
 
 def sliced_page_copy_starts(
-    refs: PagedRefs, block: KeyBlock, exists: Any, count: int, spec: PagedSpec
+    refs: PagedRefs, block: KeyBlock, block_exists: Any, count: int, spec: PagedSpec
 ) -> Iterator[Callable[[], None]]:
     """Returns functions that each start some of the copies of a block's pages, if the block exists; no page may be
     missing.
@@ -125,19 +125,19 @@ def sliced_page_copy_starts(
     Each copy is predicated instead of branched around, so the compiler can schedule it next to computation.
     """
     entry = block.first_table_entry(spec)
-    end = jnp.where(exists, block.page_range(spec)[1], 0)
+    end = jnp.where(block_exists, block.page_range(spec)[1], 0)
 
-    def piece(pages: range) -> None:
+    def start_copies_of_slice(pages: range) -> None:
         for page in pages:
             page_id = refs.page_table[entry + page]
             pl.when(page < end)(functools.partial(_start_page_copy, refs, block, page_id, page, spec))
 
     ends = [spec.pages_per_block * k // count for k in range(count + 1)]
-    return (functools.partial(piece, range(*pair)) for pair in itertools.pairwise(ends))
+    return (functools.partial(start_copies_of_slice, range(*pair)) for pair in itertools.pairwise(ends))
 
 
-def _start_page_copy(refs: PagedRefs, block: KeyBlock, page_id: Any, page: Any, spec: PagedSpec) -> None:
-    for copy in _page_copies(refs, page_id, block.buffer_slot, page, spec):
+def _start_page_copy(refs: PagedRefs, block: KeyBlock, page_id: Any, page_in_block: Any, spec: PagedSpec) -> None:
+    for copy in _page_copies(refs, page_id, block.buffer_slot, page_in_block, spec):
         copy.start()
 
 
@@ -164,15 +164,15 @@ def wait_for_page_copies(refs: PagedRefs, block: KeyBlock, attended_keys: tuple[
         low = jnp.minimum(divide(attended_keys[0], slots), first)
         high = jnp.maximum(divide(attended_keys[1] + slots - 1, slots), end)
 
-        def zero(k: jax.Array, carry: jax.Array) -> jax.Array:
+        def zero_uncopied_page(k: jax.Array, carry: jax.Array) -> jax.Array:
             _zero_page(refs, block, jnp.where(k < first, k, k - first + end), spec)
             return carry
 
-        fori_loop(low, high - end + first, zero, jnp.int32(0))
+        fori_loop(low, high - end + first, zero_uncopied_page, jnp.int32(0))
         fori_loop(
             first,
             jnp.where(first < end, first + 2, first),
-            functools.partial(_zero_unattended, refs, block, spec),
+            functools.partial(_zero_unattended_keys, refs, block, spec),
             jnp.int32(0),
         )
 
@@ -189,21 +189,21 @@ def _wait_for_each_page(refs: PagedRefs, block: KeyBlock, spec: PagedSpec) -> No
 
         return carry
 
-    def zero(page: jax.Array, carry: jax.Array) -> jax.Array:
+    def zero_missing_page(page: jax.Array, carry: jax.Array) -> jax.Array:
         pl.when(refs.page_table[entry + page] < 0)(lambda: _zero_page(refs, block, page, spec))
         return carry
 
     fori_loop(first, end, wait, jnp.int32(0))
-    fori_loop(jnp.where(block.item.missing_pages == 0, end, first), end, zero, jnp.int32(0))
+    fori_loop(jnp.where(block.item.missing_pages == 0, end, first), end, zero_missing_page, jnp.int32(0))
 
 
-def _zero_page(refs: PagedRefs, block: KeyBlock, page: Any, spec: PagedSpec) -> None:
+def _zero_page(refs: PagedRefs, block: KeyBlock, page_in_block: Any, spec: PagedSpec) -> None:
     for second, buffer in enumerate(refs.buffers):
-        index = _page_index(block.buffer_slot, page, spec, bool(second))
+        index = _page_index(block.buffer_slot, page_in_block, spec, bool(second))
         buffer[index] = jnp.zeros_like(buffer[index])
 
 
-def _zero_unattended(refs: PagedRefs, block: KeyBlock, spec: PagedSpec, k: Any, carry: Any) -> Any:
+def _zero_unattended_keys(refs: PagedRefs, block: KeyBlock, spec: PagedSpec, k: Any, carry: Any) -> Any:
     """Zeroes the keys that no row attends, in the first page that is copied and in the last."""
     slots, item, (first, end) = spec.cache_layout.slots_per_page, block.item, block.page_range(spec)
     page = jnp.where(k == first, first, end - 1)
@@ -225,66 +225,72 @@ def _zero_unattended(refs: PagedRefs, block: KeyBlock, spec: PagedSpec, k: Any, 
 def _slot_in_page(shape: tuple[int, ...], spec: PagedSpec) -> jax.Array:
     """Returns the slot of every element of a page in a buffer, int32."""
     slot = lax.broadcasted_iota(jnp.int32, shape, 1)  # also holds for transposed pages [D, slots]
-    if spec.cache_layout.is_latent and not spec.cache_layout.head_major:  # [groups, slots / packing, packing, 128]
-        return slot * spec.cache_layout.packing + lax.broadcasted_iota(jnp.int32, shape, 2)
+    if spec.cache_layout.is_latent and not spec.cache_layout.is_head_major:  # [groups, slots / packing, packing, 128]
+        return slot * spec.cache_layout.elements_per_word + lax.broadcasted_iota(jnp.int32, shape, 2)
     return slot
 
 
-def _page_index(slot: Any, page: Any, spec: PagedSpec, second: bool) -> tuple[Any, ...]:
+def _page_index(buffer_slot: Any, page_in_block: Any, spec: PagedSpec, is_second_cache: bool) -> tuple[Any, ...]:
     """Returns the index of a page in the buffer of the first or second cache."""
     slots = spec.cache_layout.slots_per_page
-    if spec.cache_layout.in_columns(second):
-        return slot, 0, slice(None), pl.ds(pl.multiple_of(page * slots, slots), slots)
-    if spec.cache_layout.head_major:
-        return slot, slice(None), pl.ds(pl.multiple_of(page * slots, slots), slots)
-    return slot, slice(None), page
+    if spec.cache_layout.has_tokens_along_lanes(is_second_cache):
+        return buffer_slot, 0, slice(None), pl.ds(pl.multiple_of(page_in_block * slots, slots), slots)
+    if spec.cache_layout.is_head_major:
+        return buffer_slot, slice(None), pl.ds(pl.multiple_of(page_in_block * slots, slots), slots)
+    return buffer_slot, slice(None), page_in_block
 
 
-def _page_copies(refs: PagedRefs, page_id: Any, slot: Any, page: Any, spec: PagedSpec) -> list[Any]:
+def _page_copies(refs: PagedRefs, page_id: Any, buffer_slot: Any, page_in_block: Any, spec: PagedSpec) -> list[Any]:
     """Returns the copies of one page of each cache to its place in a buffer."""
     cache, copies = spec.cache_layout, []
-    for second, (source, target) in enumerate(refs.caches):
-        index = _page_index(slot, page, spec, bool(second))
-        if cache.in_columns(bool(second)):
+    for second, (source, target) in enumerate(refs.caches_and_buffers):
+        index = _page_index(buffer_slot, page_in_block, spec, bool(second))
+        if cache.has_tokens_along_lanes(bool(second)):
             # A sequence's pages are adjacent along lanes: id = sequence * entries + page.
             sequence = divide(page_id, spec.pages_per_sequence)
             start = pl.multiple_of(
                 (page_id - sequence * spec.pages_per_sequence) * cache.slots_per_page, cache.slots_per_page
             )
             pairs = [(source.at[sequence, :, pl.ds(start, cache.slots_per_page)], target.at[index])]
-        elif cache.head_major:
+        elif cache.is_head_major:
             source = source.at[:, page_id] if cache.layout == "hpsd" else source.at[page_id]
             pairs = [(source, target.at[index])]
         elif target.shape[1] == 1:
-            pairs = [(source.at[page_id], target.at[slot, 0, page])]
+            pairs = [(source.at[page_id], target.at[buffer_slot, 0, page_in_block])]
         else:
             inner = (slice(None),) * (source.ndim - 2)
             parts = [(*inner, pl.ds(group * LANES, LANES)) for group in range(target.shape[1])]
-            pairs = [(source.at[(page_id, *part)], target.at[slot, group, page]) for group, part in enumerate(parts)]
-        copies += [pltpu.make_async_copy(x, y, refs.pages_arrived.at[slot]) for x, y in pairs]
+            pairs = [
+                (source.at[(page_id, *part)], target.at[buffer_slot, group, page_in_block])
+                for group, part in enumerate(parts)
+            ]
+        copies += [pltpu.make_async_copy(x, y, refs.pages_arrived.at[buffer_slot]) for x, y in pairs]
     return copies
 
 
-def _query_copies(refs: PagedRefs, item: WorkItem, slot: Any, spec: PagedSpec, copy: Any) -> None:
-    """Calls `copy` with slices of rows of the tile and of the array: once with a whole tile, else with `row_align`
-    rows each.
+def _for_each_row_slice(refs: PagedRefs, item: WorkItem, slot: Any, spec: PagedSpec, copy_rows: Any) -> None:
+    """Calls `copy_rows` with slices of rows of the tile and of the array: once with a whole tile, else with
+    `query_rows_per_copy` rows each.
     """
     whole = item.num_tokens == spec.tokens_per_tile
-    start = pl.multiple_of(item.first_row, spec.row_align)
+    start = pl.multiple_of(item.first_row, spec.query_rows_per_copy)
 
     @pl.when(whole)
     def _() -> None:
-        copy(pl.ds(0, spec.rows_per_tile), pl.ds(start, spec.rows_per_tile))
+        copy_rows(pl.ds(0, spec.rows_per_tile), pl.ds(start, spec.rows_per_tile))
 
     @pl.when(jnp.logical_not(whole))
     def _() -> None:
-        def part(k: jax.Array, carry: jax.Array) -> jax.Array:
-            offset = pl.multiple_of(k * spec.row_align, spec.row_align)
-            copy(pl.ds(offset, spec.row_align), pl.ds(pl.multiple_of(start + offset, spec.row_align), spec.row_align))
+        def copy_row_group(k: jax.Array, carry: jax.Array) -> jax.Array:
+            offset = pl.multiple_of(k * spec.query_rows_per_copy, spec.query_rows_per_copy)
+            copy_rows(
+                pl.ds(offset, spec.query_rows_per_copy),
+                pl.ds(pl.multiple_of(start + offset, spec.query_rows_per_copy), spec.query_rows_per_copy),
+            )
             return carry
 
-        count = divide(item.num_tokens * spec.group_size + spec.row_align - 1, spec.row_align)
-        fori_loop(jnp.int32(0), count, part, jnp.int32(0))
+        count = divide(item.num_tokens * spec.group_size + spec.query_rows_per_copy - 1, spec.query_rows_per_copy)
+        fori_loop(jnp.int32(0), count, copy_row_group, jnp.int32(0))
 
 
 def copy_queries(refs: PagedRefs, item: WorkItem, slot: Any, spec: PagedSpec, *, wait: bool) -> None:
@@ -292,7 +298,7 @@ def copy_queries(refs: PagedRefs, item: WorkItem, slot: Any, spec: PagedSpec, *,
     arrived = refs.query_arrived.at[slot]
     by_row = ((refs.row_positions, refs.position_buffer), (refs.row_contexts, refs.context_buffer))
 
-    def act(tile: Any, rows: Any) -> None:
+    def start_or_wait(tile: Any, rows: Any) -> None:
         copies = [pltpu.make_async_copy(refs.query.at[:, rows], refs.query_buffer.at[slot, :, tile], arrived)]
         copies += [
             pltpu.make_async_copy(source.at[rows], target.at[slot, tile], arrived)
@@ -302,19 +308,19 @@ def copy_queries(refs: PagedRefs, item: WorkItem, slot: Any, spec: PagedSpec, *,
         for copy in copies:
             copy.wait() if wait else copy.start()
 
-    _query_copies(refs, item, slot, spec, act)
+    _for_each_row_slice(refs, item, slot, spec, start_or_wait)
 
 
 def copy_results(refs: PagedRefs, item: WorkItem, slot: Any, spec: PagedSpec, *, wait: bool) -> None:
     """Starts the copies of an item's output and lse, or waits for them."""
 
-    def act(tile: Any, rows: Any) -> None:
+    def start_or_wait(tile: Any, rows: Any) -> None:
         copy = pltpu.make_async_copy(
             refs.output_buffer.at[slot, :, tile], refs.output.at[:, rows], refs.results_sent.at[slot]
         )
         copy.wait() if wait else copy.start()
 
-    _query_copies(refs, item, slot, spec, act)
+    _for_each_row_slice(refs, item, slot, spec, start_or_wait)
     copy = pltpu.make_async_copy(refs.lse_buffer.at[slot], refs.lse.at[item.index], refs.results_sent.at[slot])
     copy.wait() if wait else copy.start()
 
@@ -326,7 +332,7 @@ def start_cache_writes(refs: PagedRefs, item: WorkItem, spec: PagedSpec) -> None
     slots = spec.cache_layout.slots_per_page
     count, token, position = item.num_new_tokens, item.first_token, item.first_position
 
-    def run(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    def start_next_write(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         done, pages, single_tokens = state
         at = position + done
         entry = divide(jnp.maximum(at, 0), slots)
@@ -355,7 +361,7 @@ def start_cache_writes(refs: PagedRefs, item: WorkItem, spec: PagedSpec) -> None
         )
 
     zero = jnp.int32(0)
-    _, pages, single_tokens = lax.while_loop(lambda state: state[0] < count, run, (zero, zero, zero))
+    _, pages, single_tokens = lax.while_loop(lambda state: state[0] < count, start_next_write, (zero, zero, zero))
     # How many copies were started, so that `wait_for_cache_writes` waits for the same number of each size.
     refs.write_counts[0] = pages
     refs.write_counts[1] = single_tokens
@@ -377,16 +383,17 @@ def wait_for_cache_writes(refs: PagedRefs, spec: PagedSpec) -> None:
     fori_loop(zero, refs.write_counts[1], wait(_slot_write_copies(refs, 0, 0, 0)), zero)
 
 
-def _page_write_copies(refs: PagedRefs, token: Any, page: Any, spec: PagedSpec) -> list[Any]:
+def _page_write_copies(refs: PagedRefs, first_token: Any, page_id: Any, spec: PagedSpec) -> list[Any]:
     return [
         pltpu.make_async_copy(
-            new.at[pl.ds(token, spec.cache_layout.slots_per_page)], pages.at[page], refs.tokens_written
+            new.at[pl.ds(first_token, spec.cache_layout.slots_per_page)], pages.at[page_id], refs.tokens_written
         )
-        for new, pages in refs.written
+        for new, pages in refs.new_tokens_and_pages
     ]
 
 
-def _slot_write_copies(refs: PagedRefs, token: Any, page: Any, slot: Any) -> list[Any]:
+def _slot_write_copies(refs: PagedRefs, token: Any, page_id: Any, slot_in_page: Any) -> list[Any]:
     return [
-        pltpu.make_async_copy(new.at[token], pages.at[page, slot], refs.tokens_written) for new, pages in refs.written
+        pltpu.make_async_copy(new.at[token], pages.at[page_id, slot_in_page], refs.tokens_written)
+        for new, pages in refs.new_tokens_and_pages
     ]

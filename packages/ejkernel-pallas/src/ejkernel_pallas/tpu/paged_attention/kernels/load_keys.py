@@ -63,30 +63,30 @@ def key_and_head_of_index(index: jax.Array, size: int, spec: PagedSpec) -> tuple
     cache = spec.cache_layout
     if spec.heads_per_product == 1:
         return index, None
-    if not cache.interleaved:
+    if not cache.interleaves_keys_and_values:
         return divide(index, spec.heads_per_product), index % spec.heads_per_product
-    words = cache.word_rows_per_token // cache.head_groups
+    words = cache.word_rows_per_token // cache.num_head_groups
     total = size * words
     word, which = index % total, divide(index, total)
-    return divide(word, words), word % words * cache.heads_per_unit + which
+    return divide(word, words), word % words * cache.kv_heads_per_word_row + which
 
 
-def head_groups(spec: PagedSpec) -> int:
+def num_head_groups(spec: PagedSpec) -> int:
     """Returns the number of head groups that the kernel loops over."""
     heads = spec.kv_heads
-    if spec.cache_layout.head_major:
+    if spec.cache_layout.is_head_major:
         return heads // MEMORY_TILE_ROWS if heads % MEMORY_TILE_ROWS == 0 else 1
-    return spec.cache_layout.head_groups
+    return spec.cache_layout.num_head_groups
 
 
 def load_head_group(
     buffers: tuple[Any, ...],
-    head_group: Any,
+    head_group_index: Any,
     at: KeyChunk,
     spec: PagedSpec,
     *,
     values: bool,
-    between: Callable[[], None] = lambda: None,
+    after_each_slice: Callable[[], None] = lambda: None,
 ) -> list[jax.Array]:
     """Loads keys [n, D] or values [n, Dv] of the KV heads of a head group.
 
@@ -94,12 +94,12 @@ def load_head_group(
 
     Args:
         buffers: The buffers of keys and of values, or one buffer of both.
-        head_group: Index of the group of heads; may be traced.
+        head_group_index: Index of the group of heads; may be traced.
         at: The chunk of keys.
         spec: The kernel's constants.
         values: Whether to load values instead of keys. The two are used at different times, and would occupy registers
             in between if loaded together.
-        between: Called after every slice of words of heads that share a product.
+        after_each_slice: Called after every slice of words of heads that share a product.
 
     Returns:
         One array per head, or per group of heads that share a product.
@@ -111,20 +111,23 @@ def load_head_group(
         columns = buffer[at.buffer_slot, 0, :size, pl.ds(pl.multiple_of(at.start_in_buffer, LANES), at.num_keys)]
         return [_convert_key_dtype(_round_to_bfloat16(columns, spec), dtype)]
     if spec.heads_per_product > 1:
-        rows = _rows_of_all_words(buffer, head_group, at, spec, values, between)
+        rows = _load_rows_of_all_words(buffer, head_group_index, at, spec, values, after_each_slice)
         rows_of_heads = [rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=0)]
     else:
-        heads = spec.kv_heads // head_groups(spec)
-        units = range(heads // cache.heads_per_unit)
-        if cache.is_latent and not cache.head_major:
-            rows_of_heads = [_latent_rows(buffer, at, spec, spec.value_dim if values else spec.head_dim)]
-        elif cache.head_major:
+        heads = spec.kv_heads // num_head_groups(spec)
+        units = range(heads // cache.kv_heads_per_word_row)
+        if cache.is_latent and not cache.is_head_major:
+            rows_of_heads = [_load_latent_rows(buffer, at, spec, spec.value_dim if values else spec.head_dim)]
+        elif cache.is_head_major:
             rows_of_heads = [
-                buffer[at.buffer_slot, head_group * heads + n, pl.ds(at.start_in_buffer, at.num_keys), :] for n in units
+                buffer[at.buffer_slot, head_group_index * heads + n, pl.ds(at.start_in_buffer, at.num_keys), :]
+                for n in units
             ]
         else:
             rows_of_heads = [
-                row for unit in units for row in _rows_of_unit_heads(buffer, head_group, unit, at, spec, values)
+                row
+                for unit in units
+                for row in _load_rows_of_word_row_heads(buffer, head_group_index, unit, at, spec, values)
             ]
     size, dtype = (spec.value_dim, spec.weights_dtype) if values else (spec.head_dim, spec.operand_dtype)
     return [_convert_key_dtype(_round_to_bfloat16(x[:, :size], spec), dtype) for x in rows_of_heads]
@@ -136,11 +139,11 @@ def load_rotary(buffers: tuple[Any, ...], at: KeyChunk, spec: PagedSpec) -> jax.
     return _convert_key_dtype(_round_to_bfloat16(columns, spec), spec.operand_dtype)
 
 
-def _latent_rows(buffer: Any, at: KeyChunk, spec: PagedSpec, size: int) -> jax.Array:
+def _load_latent_rows(buffer: Any, at: KeyChunk, spec: PagedSpec, size: int) -> jax.Array:
     """Returns the first `size` elements of latent rows. A lane's word contains consecutive tokens, so nothing is
     extracted.
     """
-    pack, pieces = spec.cache_layout.packing, list[jax.Array]()
+    pack, pieces = spec.cache_layout.elements_per_word, list[jax.Array]()
     for group in range(cdiv(size, LANES)):
         flat = _view_as_words(buffer.at[at.buffer_slot, group], spec)
         words = flat.reshape(-1, LANES)[
@@ -150,8 +153,8 @@ def _latent_rows(buffer: Any, at: KeyChunk, spec: PagedSpec, size: int) -> jax.A
     return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
 
 
-def _rows_of_all_words(
-    buffer: Any, head_group: Any, at: KeyChunk, spec: PagedSpec, values: bool, between: Callable[[], None]
+def _load_rows_of_all_words(
+    buffer: Any, head_group: Any, at: KeyChunk, spec: PagedSpec, values: bool, after_each_slice: Callable[[], None]
 ) -> list[jax.Array]:
     """Returns the rows of all words of a head group: keys or values extracted if the two share words, else as they
     are stored.
@@ -160,92 +163,93 @@ def _rows_of_all_words(
     otherwise the words of a whole chunk would be live at once and spill.
     """
     cache = spec.cache_layout
-    subwords = range(values, cache.packing, 2) if cache.interleaved else range(1)
-    total = at.num_keys * (cache.word_rows_per_token // cache.head_groups)
+    subwords = range(values, cache.elements_per_word, 2) if cache.interleaves_keys_and_values else range(1)
+    total = at.num_keys * (cache.word_rows_per_token // cache.num_head_groups)
     size = min(total, WORD_ROWS_PER_LOAD)
     groups = list[list[jax.Array]]()
-    for group in range(cache.lane_groups):
+    for group in range(cache.num_lane_groups):
         flat = _view_as_words(buffer.at[at.buffer_slot, group], spec)
         slices = list[list[jax.Array]]()
         for start in range(0, total, size):
             x = _load_contiguous_words(flat, head_group, at, start, size, spec)
-            if cache.interleaved:
+            if cache.interleaves_keys_and_values:
                 slices.append([_extract_subword(x, which, buffer.dtype, spec) for which in subwords])
             else:
-                slices.append([x if cache.packing == 1 else pltpu.bitcast(x, buffer.dtype)])
-            between()
+                slices.append([x if cache.elements_per_word == 1 else pltpu.bitcast(x, buffer.dtype)])
+            after_each_slice()
         groups.append([jnp.concatenate(x, axis=0) for x in zip(*slices, strict=True)])
     return _concatenate_lane_groups(groups)
 
 
 def _load_contiguous_words(
-    flat: Any, head_group: Any, at: KeyChunk, first: int, count: int, spec: PagedSpec
+    word_rows: Any, head_group: Any, at: KeyChunk, first: int, count: int, spec: PagedSpec
 ) -> jax.Array:
     """Loads `count` words [count, lanes] of a head group, beginning with the chunk's word `first`."""
-    words, head_groups = spec.cache_layout.word_rows_per_token, spec.cache_layout.head_groups
-    if head_groups == 1:
+    words, num_head_groups = spec.cache_layout.word_rows_per_token, spec.cache_layout.num_head_groups
+    if num_head_groups == 1:
         start = pl.multiple_of(at.start_in_buffer * words, at.num_keys * words) + first
-        return flat.reshape(-1, flat.shape[-1])[pl.ds(start, count), :]
-    tiles = flat.reshape(-1, MEMORY_TILE_ROWS, flat.shape[-1])
+        return word_rows.reshape(-1, word_rows.shape[-1])[pl.ds(start, count), :]
+    tiles = word_rows.reshape(-1, MEMORY_TILE_ROWS, word_rows.shape[-1])
     x = tiles[
         pl.ds(
-            (at.start_in_buffer + first // MEMORY_TILE_ROWS) * head_groups + head_group,
+            (at.start_in_buffer + first // MEMORY_TILE_ROWS) * num_head_groups + head_group,
             count // MEMORY_TILE_ROWS,
-            stride=head_groups,
+            stride=num_head_groups,
         )
     ]
-    return x.reshape(count, flat.shape[-1])
+    return x.reshape(count, word_rows.shape[-1])
 
 
-def _rows_of_unit_heads(
-    buffer: Any, head_group: Any, unit: int, at: KeyChunk, spec: PagedSpec, values: bool
+def _load_rows_of_word_row_heads(
+    buffer: Any, head_group: Any, word_row_index: int, at: KeyChunk, spec: PagedSpec, values: bool
 ) -> list[jax.Array]:
     """Returns the rows of each head of a unit, for the keys of one chunk."""
-    cache, word = spec.cache_layout, unit
-    subwords = range(cache.packing)
-    if cache.interleaved:
-        subwords = range(0, 1) if cache.packing == 1 else range(values, cache.packing, 2)
-        word = 2 * unit + values if cache.packing == 1 else unit
+    cache, word = spec.cache_layout, word_row_index
+    subwords = range(cache.elements_per_word)
+    if cache.interleaves_keys_and_values:
+        subwords = range(0, 1) if cache.elements_per_word == 1 else range(values, cache.elements_per_word, 2)
+        word = 2 * word_row_index + values if cache.elements_per_word == 1 else word_row_index
     words_of_groups = [
-        _load_words(buffer.at[at.buffer_slot, group], head_group, word, at, spec) for group in range(cache.lane_groups)
+        _load_words(buffer.at[at.buffer_slot, group], head_group, word, at, spec)
+        for group in range(cache.num_lane_groups)
     ]
     return _concatenate_lane_groups(
         [[_extract_subword(x, which, buffer.dtype, spec) for which in subwords] for x in words_of_groups]
     )
 
 
-def _concatenate_lane_groups(groups: list[list[jax.Array]]) -> list[jax.Array]:
+def _concatenate_lane_groups(rows_by_lane_group: list[list[jax.Array]]) -> list[jax.Array]:
     """Returns rows, concatenated from their groups of 128 lanes."""
-    return [x[0] if len(x) == 1 else jnp.concatenate(x, axis=1) for x in zip(*groups, strict=True)]
+    return [x[0] if len(x) == 1 else jnp.concatenate(x, axis=1) for x in zip(*rows_by_lane_group, strict=True)]
 
 
 def _view_as_words(buffer: Any, spec: PagedSpec) -> Any:
-    return buffer if spec.cache_layout.packing == 1 else buffer.bitcast(jnp.uint32)
+    return buffer if spec.cache_layout.elements_per_word == 1 else buffer.bitcast(jnp.uint32)
 
 
-def _load_words(buffer: Any, head_group: Any, word: int, at: KeyChunk, spec: PagedSpec) -> jax.Array:
+def _load_words(buffer: Any, head_group: Any, word_row_index: int, at: KeyChunk, spec: PagedSpec) -> jax.Array:
     """Returns the words [n, lanes] of consecutive keys. A strided load must start at a row that is known at compile
     time.
     """
     words, chunk = spec.cache_layout.word_rows_per_token, at.num_keys
     flat = _view_as_words(buffer, spec)
     flat = flat.reshape(spec.block_kv * words, flat.shape[-1])
-    words_per_group = words // spec.cache_layout.head_groups
+    words_per_group = words // spec.cache_layout.num_head_groups
     start = at.start_in_buffer * words
     if words_per_group < words:
         start = pl.multiple_of(start + head_group * words_per_group, words_per_group)
     span = flat.at[pl.ds(start, (chunk - 1) * words + words_per_group)]
-    return span[pl.ds(word, chunk, stride=words), :] if words > 1 else span[...]
+    return span[pl.ds(word_row_index, chunk, stride=words), :] if words > 1 else span[...]
 
 
-def _extract_subword(words: jax.Array, which: int, dtype: Any, spec: PagedSpec) -> jax.Array:
-    """Returns rows [n, lanes] of the elements at index `which` of words [n, lanes], by a shift and a pack of two
-    registers.
+def _extract_subword(words: jax.Array, subword_index: int, dtype: Any, spec: PagedSpec) -> jax.Array:
+    """Returns rows [n, lanes] of the elements at index `subword_index` of words [n, lanes], by a shift and a pack of
+    two registers.
     """
-    if spec.cache_layout.packing == 1:
+    if spec.cache_layout.elements_per_word == 1:
         return words
-    bits = 32 // spec.cache_layout.packing
-    words = words >> jnp.uint32(which * bits) if which else words
+    bits = 32 // spec.cache_layout.elements_per_word
+    words = words >> jnp.uint32(subword_index * bits) if subword_index else words
     return pltpu.bitcast(words.astype(f"uint{bits}"), dtype)
 
 

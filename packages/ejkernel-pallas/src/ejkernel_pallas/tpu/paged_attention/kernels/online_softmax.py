@@ -25,7 +25,7 @@ from ejkernel_pallas.tpu.mosaic.launch import Ref
 from ejkernel_pallas.tpu.mosaic.loops import for_each_index, fori_loop
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, column_to_row, lane_groups, matrix_product, repeat_lanes
 from ejkernel_pallas.tpu.paged_attention.kernels.copies import WorkItem
-from ejkernel_pallas.tpu.paged_attention.kernels.load_keys import KeyChunk, head_groups, key_and_head_of_index
+from ejkernel_pallas.tpu.paged_attention.kernels.load_keys import KeyChunk, key_and_head_of_index, num_head_groups
 from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs, ProductBuffers
 from ejkernel_pallas.tpu.paged_attention.spec import SMALL_PRODUCT_ROWS, PagedSpec
 from ejkernel_pallas.tpu.tiled_attention.kernels import score_chunk
@@ -56,7 +56,7 @@ class ProductRows(NamedTuple):
     tile_position: Any
 
     @property
-    def span(self) -> Any:
+    def row_slice(self) -> Any:
         """Returns the rows as a slice of the tile."""
         return pl.ds(self.first_row, self.num_rows)
 
@@ -204,7 +204,11 @@ def _score_limit_ref(refs: PagedRefs, index: int, mask: jax.Array, n: int) -> An
 def _first_head(start: int, at: KeyChunk, spec: PagedSpec) -> int:
     """Returns the KV head of the first key in a lane group."""
     cache = spec.cache_layout
-    return start // (at.num_keys * spec.heads_per_product // cache.heads_per_unit) if cache.interleaved else 0
+    return (
+        start // (at.num_keys * spec.heads_per_product // cache.kv_heads_per_word_row)
+        if cache.interleaves_keys_and_values
+        else 0
+    )
 
 
 def _head_mask(rows: ProductRows, start: int, at: KeyChunk, spec: PagedSpec) -> jax.Array:
@@ -220,7 +224,7 @@ def _missing_pages(refs: PagedRefs, item: WorkItem, at: KeyChunk, offset: jax.Ar
     """Returns which keys of a chunk are in pages that are missing from the table, int32."""
     slots, first = spec.cache_layout.slots_per_page, divide(at.first_key, spec.cache_layout.slots_per_page)
 
-    def page(k: jax.Array, missing: jax.Array) -> jax.Array:
+    def add_missing_page(k: jax.Array, missing: jax.Array) -> jax.Array:
         page_id = refs.page_table[
             item.sequence * spec.pages_per_sequence + jnp.minimum(first + k, spec.pages_per_sequence - 1)
         ]
@@ -229,21 +233,21 @@ def _missing_pages(refs: PagedRefs, item: WorkItem, at: KeyChunk, offset: jax.Ar
         return missing + jnp.where(inside, (page_id < 0).astype(jnp.int32), 0)
 
     count = jnp.where(item.missing_pages != 0, at.num_keys // slots + 2, 0)
-    return fori_loop(jnp.int32(0), count, page, jnp.zeros(offset.shape, jnp.int32))
+    return fori_loop(jnp.int32(0), count, add_missing_page, jnp.zeros(offset.shape, jnp.int32))
 
 
 def _attending_pairs(
-    refs: PagedRefs, rows: ProductRows, first: jax.Array, last: jax.Array, spec: PagedSpec
+    refs: PagedRefs, rows: ProductRows, first_token: jax.Array, last_token: jax.Array, spec: PagedSpec
 ) -> jax.Array:
     """Returns which pairs of a lane group attend, from the first and last token of the tile that attend each key."""
     shape = (rows.num_rows, LANES)
     token = (
-        refs.position_buffer[rows.buffer_slot, rows.span, :]
+        refs.position_buffer[rows.buffer_slot, rows.row_slice, :]
         if spec.has_row_positions
-        else refs.token_of_row[rows.span, :]
+        else refs.token_of_row[rows.row_slice, :]
     )
-    mask = token >= jnp.broadcast_to(first, shape)
-    return mask & (token <= jnp.broadcast_to(last, shape)) if spec.bounds_last else mask
+    mask = token >= jnp.broadcast_to(first_token, shape)
+    return mask & (token <= jnp.broadcast_to(last_token, shape)) if spec.has_last_token_per_key else mask
 
 
 def update_softmax(refs: PagedRefs, chunks: list[HeadChunk], lookahead: int, spec: PagedSpec) -> None:
@@ -258,9 +262,9 @@ def update_softmax(refs: PagedRefs, chunks: list[HeadChunk], lookahead: int, spe
             _store_scores(refs, chunks[n], n, spec)
         if n >= lookahead:
             _update_chunk(refs, chunks[n - lookahead], n - lookahead, spec)
-    last = chunks[-(spec.kv_heads // head_groups(spec)) :] if spec.tokens_per_tile == 1 else ()
+    last = chunks[-(spec.kv_heads // num_head_groups(spec)) :] if spec.tokens_per_tile == 1 else ()
     for chunk in last:  # the last chunk of each head
-        rows = (chunk.head, chunk.rows.span, slice(None))
+        rows = (chunk.head, chunk.rows.row_slice, slice(None))
         # The sum is spread over the lanes again, so that the next block adds to partial sums as before.
         row_sum = jnp.sum(refs.row_sum[rows], axis=1, keepdims=True) * (1.0 / LANES)
         refs.row_sum[rows] = jnp.broadcast_to(row_sum, (chunk.rows.num_rows, LANES))
@@ -272,12 +276,12 @@ def product_buffers(rows: int, keys: int, dtype: Any) -> ProductBuffers:
     return ProductBuffers(*(score_chunk.double_buffer((rows, width), dtype) for width, dtype in shapes))
 
 
-def _staged_refs(refs: PagedRefs, rows: int, spec: PagedSpec) -> ProductBuffers:
+def _product_buffers_of_rows(refs: PagedRefs, rows: int, spec: PagedSpec) -> ProductBuffers:
     """Returns the scratch memory for parts of `rows` rows."""
-    if rows == spec.small_rows:
-        return refs.small_products
-    assert refs.large_products is not None  # there are larger products here
-    return refs.large_products
+    if rows == spec.smallest_product_rows:
+        return refs.small_product_buffers
+    assert refs.large_product_buffers is not None  # there are larger products here
+    return refs.large_product_buffers
 
 
 def _double_buffer_slice(buffers: tuple[Ref, Ref], n: int, shape: tuple[int, ...]) -> Ref:
@@ -287,18 +291,18 @@ def _double_buffer_slice(buffers: tuple[Ref, Ref], n: int, shape: tuple[int, ...
 
 
 def _store_scores(refs: PagedRefs, chunk: HeadChunk, n: int, spec: PagedSpec) -> None:
-    s = _scores(refs, chunk, spec)
+    s = _compute_scores(refs, chunk, spec)
     if chunk.apply_mask is not None:
         s = jnp.concatenate(chunk.apply_mask(lane_groups(s)), axis=1)
-    _double_buffer_slice(_staged_refs(refs, s.shape[0], spec).scores, n, s.shape)[...] = s
+    _double_buffer_slice(_product_buffers_of_rows(refs, s.shape[0], spec).scores, n, s.shape)[...] = s
 
 
 def _update_chunk(refs: PagedRefs, chunk: HeadChunk, n: int, spec: PagedSpec) -> None:
     """Updates row_max, row_sum and acc with a part whose scores are in scratch memory."""
-    rows, value = (chunk.head, chunk.rows.span, slice(None)), chunk.load_values()
+    rows, value = (chunk.head, chunk.rows.row_slice, slice(None)), chunk.load_values()
     keys_axis = 1 if spec.cache_layout.tokens_along_lanes else 0
     shape = (chunk.rows.num_rows, value.shape[keys_axis])
-    buffers = _staged_refs(refs, chunk.rows.num_rows, spec)
+    buffers = _product_buffers_of_rows(refs, chunk.rows.num_rows, spec)
     scores, weights = (_double_buffer_slice(pair, n, shape) for pair in (buffers.scores, buffers.weights))
     alpha = _double_buffer_slice(buffers.alpha, n, (chunk.rows.num_rows, LANES))
     before = refs.row_max[rows]
@@ -315,10 +319,12 @@ def _update_chunk(refs: PagedRefs, chunk: HeadChunk, n: int, spec: PagedSpec) ->
     weights_f32 = jnp.exp2(scores[...] - repeat_lanes(shift, shape[1]))
     refs.row_sum[rows] = alpha[...] * refs.row_sum[rows] + functools.reduce(jnp.add, lane_groups(weights_f32))
     weights[...] = weights_f32.astype(spec.weights_dtype)
-    _rescale_and_accumulate(refs, chunk, alpha, _product(weights[...], value, (1, keys_axis), spec.weights_dtype, spec))
+    _rescale_and_accumulate(
+        refs, chunk, alpha, _multiply(weights[...], value, (1, keys_axis), spec.weights_dtype, spec)
+    )
 
 
-def _rescale_and_accumulate(refs: PagedRefs, chunk: HeadChunk, alpha: Ref, step: jax.Array) -> None:
+def _rescale_and_accumulate(refs: PagedRefs, chunk: HeadChunk, alpha: Ref, product: jax.Array) -> None:
     """Rescales the accumulator of a part's rows, and adds the part's product to it.
 
     The accumulator of a large product is stored at an offset that the compiler does not know. It then cannot prove that
@@ -331,14 +337,14 @@ def _rescale_and_accumulate(refs: PagedRefs, chunk: HeadChunk, alpha: Ref, step:
     for start in range(0, count, size):
         end = min(start + size, count)
         span = pl.ds(chunk.rows.first_row + start, end - start)
-        rescaled = repeat_lanes(alpha[start:end], step.shape[1]) * refs.acc[chunk.head, span, :]
-        refs.acc[chunk.head + same, span, :] = rescaled + step[start:end]
+        rescaled = repeat_lanes(alpha[start:end], product.shape[1]) * refs.acc[chunk.head, span, :]
+        refs.acc[chunk.head + same, span, :] = rescaled + product[start:end]
 
 
 def write_results(refs: PagedRefs, head: Any, rows: ProductRows, spec: PagedSpec) -> None:
     """Writes output and lse of rows (the epilogue) into the buffers that are copied to HBM."""
-    row_max = refs.row_max[head, rows.span, :]
-    row_sum = refs.row_sum[head, rows.span, :]
+    row_max = refs.row_max[head, rows.row_slice, :]
+    row_sum = refs.row_sum[head, rows.row_slice, :]
     same = spec.tokens_per_tile == 1
     row_sum = row_sum * LANES if same else jnp.broadcast_to(jnp.sum(row_sum, axis=1, keepdims=True), row_max.shape)
     # The key of the maximum has weight 1, so a row with keys has a sum of at least 1. A row without keys has row_sum =
@@ -346,48 +352,56 @@ def write_results(refs: PagedRefs, head: Any, rows: ProductRows, spec: PagedSpec
     row_sum = jnp.maximum(row_sum, 1.0)
     lse = (row_max + jnp.log2(row_sum)) * (1.0 / LOG2E)
     factor = spec.value_scale / row_sum
-    acc = refs.acc[head, rows.span, :]
+    acc = refs.acc[head, rows.row_slice, :]
     output = refs.output_buffer
-    output[rows.buffer_slot, head, rows.span, :] = (repeat_lanes(factor, acc.shape[1]) * acc).astype(output.dtype)
+    output[rows.buffer_slot, head, rows.row_slice, :] = (repeat_lanes(factor, acc.shape[1]) * acc).astype(output.dtype)
     for start in range(0, rows.num_rows, LANES):
-        _write_as_lanes(refs.lse_buffer, lse[start : start + LANES], (rows.buffer_slot, head), rows.first_row + start)
+        _write_column_as_lanes(
+            refs.lse_buffer, lse[start : start + LANES], (rows.buffer_slot, head), rows.first_row + start
+        )
 
 
-def _write_as_lanes(ref: Any, x: jax.Array, index: tuple[Any, ...], start: Any) -> None:
+def _write_column_as_lanes(ref: Any, x: jax.Array, index: tuple[Any, ...], start: Any) -> None:
     """Writes [n, 128], the same in every lane, as n lanes of a row, beginning at a lane that is a multiple of 128."""
     start = start if isinstance(start, int) else pl.multiple_of(start, LANES)
     ref[(*index, slice(None), pl.ds(start, LANES))] = column_to_row(x)
 
 
-def _scores(refs: PagedRefs, chunk: HeadChunk, spec: PagedSpec) -> jax.Array:
+def _compute_scores(refs: PagedRefs, chunk: HeadChunk, spec: PagedSpec) -> jax.Array:
     """Returns scores as powers of two, before masking."""
-    query = refs.query_buffer[chunk.rows.buffer_slot, chunk.head, chunk.rows.span, :]
+    query = refs.query_buffer[chunk.rows.buffer_slot, chunk.head, chunk.rows.row_slice, :]
     if chunk.load_rotary is None:
-        s = _product(
+        s = _multiply(
             query, chunk.load_keys(), (1, 0 if spec.cache_layout.tokens_along_lanes else 1), spec.operand_dtype, spec
         )
     else:  # latent rows and rotary columns take two products, since they cannot be one operand
-        s = _product(query[:, : spec.cache_layout.row_elements], chunk.load_keys(), (1, 1), spec.operand_dtype, spec)
-        s += _product(query[:, spec.cache_layout.row_elements :], chunk.load_rotary(), (1, 0), spec.operand_dtype, spec)
+        s = _multiply(
+            query[:, : spec.cache_layout.elements_per_row], chunk.load_keys(), (1, 1), spec.operand_dtype, spec
+        )
+        s += _multiply(
+            query[:, spec.cache_layout.elements_per_row :], chunk.load_rotary(), (1, 0), spec.operand_dtype, spec
+        )
     s = s * (spec.score_scale * LOG2E if spec.soft_cap is None else spec.score_scale / spec.soft_cap)
     if chunk.key_offsets is not None:
-        slopes = refs.alibi_slopes[chunk.head, chunk.rows.span, :]
+        slopes = refs.alibi_slopes[chunk.head, chunk.rows.row_slice, :]
         columns = lane_groups(chunk.key_offsets)
         if spec.has_row_contexts:
-            context = refs.context_buffer[chunk.rows.buffer_slot, chunk.rows.span, :]
+            context = refs.context_buffer[chunk.rows.buffer_slot, chunk.rows.row_slice, :]
             columns = [x - context for x in columns]
         s += jnp.concatenate([slopes * x for x in columns], axis=1)
     if chunk.bias_index is None:
         return s if spec.soft_cap is None else jnp.tanh(s) * (spec.soft_cap * LOG2E)
-    rows = pl.ds(0, 1) if spec.tokens_per_tile == 1 else chunk.rows.span
+    rows = pl.ds(0, 1) if spec.tokens_per_tile == 1 else chunk.rows.row_slice
     bias = jnp.broadcast_to(refs.row_bias[chunk.bias_index, rows, : s.shape[1]], s.shape)
     s += bias
     # tanh(-inf) is -1, so pairs that a bias of -inf masks are masked again.
     return s if spec.soft_cap is None else jnp.where(bias == -jnp.inf, bias, jnp.tanh(s) * (spec.soft_cap * LOG2E))
 
 
-def _product(a: jax.Array, b: jax.Array, contract: tuple[int, int], dtype: Any, spec: PagedSpec) -> jax.Array:
+def _multiply(a: jax.Array, b: jax.Array, contracted_axes: tuple[int, int], dtype: Any, spec: PagedSpec) -> jax.Array:
     """Returns the product of two matrices over one axis of each, in float32; for 16-bit operands it is exact in one
     pass.
     """
-    return matrix_product(a, b, contract, spec.precision if jnp.dtype(dtype).itemsize == 4 else lax.Precision.DEFAULT)
+    return matrix_product(
+        a, b, contracted_axes, spec.precision if jnp.dtype(dtype).itemsize == 4 else lax.Precision.DEFAULT
+    )

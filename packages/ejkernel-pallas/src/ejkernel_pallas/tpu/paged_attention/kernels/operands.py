@@ -8,7 +8,7 @@ from ejkernel.families.paged_attention import PagedAttention, qq_bias_of_pairs, 
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel_pallas.tpu.mosaic.paged_layout import caches_as_stored
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
-from ejkernel_pallas.tpu.paged_attention.kernels.pair_bias import rows_per_copy
+from ejkernel_pallas.tpu.paged_attention.kernels.pair_bias import bias_tokens_per_copy
 from ejkernel_pallas.tpu.paged_attention.plan import WorkList
 from ejkernel_pallas.tpu.paged_attention.spec import PagedSpec
 
@@ -36,28 +36,30 @@ def pack_pair_bias(record: PagedAttention, spec: PagedSpec, work: WorkList) -> j
     the columns of a whole block of keys.
     """
     sequence, position = paged_cache.token_sequences_and_positions(record)
-    rows_of = paged_cache.query_ranges(record)[1]
+    query_lengths = paged_cache.query_ranges(record)[1]
     owner = jnp.maximum(sequence, 0)
-    row = jnp.where(sequence < 0, -1, position - (record.kv_lens.astype(jnp.int32) - rows_of)[owner])
-    bias = _pair_bias_rows(record, spec, rows_of, owner, row).astype(jnp.float32)
+    row = jnp.where(sequence < 0, -1, position - (record.kv_lens.astype(jnp.int32) - query_lengths)[owner])
+    bias = _pair_bias_rows(record, spec, query_lengths, owner, row).astype(jnp.float32)
     # A finite bias stays finite, since one of -inf masks.
     limit = jnp.finfo(jnp.float32).max
     scaled = jnp.clip(bias * score_unit(spec), -limit, limit)
     bias = jnp.where(jnp.isfinite(bias), scaled, bias).at[work.token_at_index].get(mode="fill", fill_value=0)
     columns = cdiv(spec.pair_bias_columns, LANES) * LANES
     after = spec.block_kv + LANES + columns - spec.pair_bias_columns
-    bias = jnp.pad(bias, ((0, rows_per_copy(spec)), (spec.block_kv, after)))
+    bias = jnp.pad(bias, ((0, bias_tokens_per_copy(spec)), (spec.block_kv, after)))
     return bias[:, None]
 
 
 def _pair_bias_rows(
-    record: PagedAttention, spec: PagedSpec, rows_of: jax.Array, sequence: jax.Array, row: jax.Array
+    record: PagedAttention, spec: PagedSpec, query_lengths: jax.Array, sequence: jax.Array, row: jax.Array
 ) -> jax.Array:
     """Returns the rows of the bias [T, columns] of tokens, given the sequence and the row of each; 0 for row -1."""
     bias, size = record.qq_bias, spec.pair_bias_columns
     assert bias is not None  # the spec has columns
     if bias.ndim == 1:
-        columns = qq_bias_of_pairs(record, rows_of, sequence[:, None], row[:, None], jnp.arange(size, dtype=jnp.int32))
+        columns = qq_bias_of_pairs(
+            record, query_lengths, sequence[:, None], row[:, None], jnp.arange(size, dtype=jnp.int32)
+        )
         assert columns is not None  # the record has a bias
         return columns
     # Whole rows are gathered at once, which is faster than elements. Negative indices would count from the end.
@@ -91,7 +93,7 @@ def unpack_outputs(record: PagedAttention, spec: PagedSpec, work: WorkList, outp
     tokens = output[:, :, first : first + size].reshape(spec.kv_heads, -1, spec.group_size, size)
     # Tokens are taken before heads are put next to each other: in the other order XLA takes three times as long to
     # compile.
-    places = jnp.where(work.in_sequence, work.packed_index, tokens.shape[1])
+    places = jnp.where(work.is_in_sequence, work.packed_index, tokens.shape[1])
     tokens = jnp.take(tokens, places, axis=1, mode="fill", fill_value=0)
     return tokens.swapaxes(0, 1).reshape(-1, spec.heads, size)[:, :heads]
 
@@ -102,7 +104,7 @@ def unpack_lse(record: PagedAttention, spec: PagedSpec, work: WorkList, lse: jax
         -1, spec.kv_heads, spec.tokens_per_tile, spec.group_size
     )
     tokens = tiles.swapaxes(1, 2).reshape(-1, spec.tokens_per_tile, spec.heads)[work.item_of_token, work.offset_in_item]
-    return jnp.where(work.in_sequence[:, None], tokens[:, : record.query.shape[1]], -jnp.inf)
+    return jnp.where(work.is_in_sequence[:, None], tokens[:, : record.query.shape[1]], -jnp.inf)
 
 
 def head_values_by_row(values: jax.Array, spec: PagedSpec) -> jax.Array:

@@ -48,24 +48,24 @@ def paged_attention_kernel(refs: PagedRefs, *, spec: PagedSpec) -> None:
             )
 
         # Prologue: fill all pipeline stages but the one that the first iteration of the main loop fills.
-        def prefetch(slot: Any, cursor: PrefetchCursor) -> PrefetchCursor:
+        def start_prefetch(slot: Any, cursor: PrefetchCursor) -> PrefetchCursor:
             block = _block_of_cursor(refs, cursor, slot, end)
             exists = cursor.item_index < end
             pl.when(exists)(lambda: copies.start_page_copies(refs, block, spec))
             if spec.pair_bias_columns:
                 pl.when(exists)(lambda: pair_bias.copy_pair_bias(refs, block, spec, wait=False))
             pl.when(slot == 0)(lambda: copies.copy_queries(refs, item, 0, spec, wait=False))
-            return cursor.after(refs.work_items, end)
+            return cursor.cursor_of_next_block(refs.work_items, end)
 
-        cursor = fori_loop(jnp.int32(0), PREFETCHED_BLOCKS, prefetch, PrefetchCursor(first, item.first_block))
+        cursor = fori_loop(jnp.int32(0), PREFETCHED_BLOCKS, start_prefetch, PrefetchCursor(first, item.first_block))
         fori_loop(first, end, lambda k, state: _process_item(refs, k, first, end, state, spec), (jnp.int32(0), cursor))
 
         # Output buffers alternate between two slots, so the copies of two items may still be in flight at the end.
-        def drain(k: jax.Array, carry: jax.Array) -> jax.Array:
+        def wait_for_results(k: jax.Array, carry: jax.Array) -> jax.Array:
             copies.copy_results(refs, WorkItem(refs.work_items, k), (k - first) % 2, spec, wait=True)
             return carry
 
-        fori_loop(jnp.maximum(first, end - 2), end, drain, jnp.int32(0))
+        fori_loop(jnp.maximum(first, end - 2), end, wait_for_results, jnp.int32(0))
 
 
 def _write_new_tokens(refs: PagedRefs, spec: PagedSpec, index: Any, carry: Any) -> Any:
@@ -96,7 +96,7 @@ def _process_item(
         pl.when(writes)(
             lambda: copies.start_cache_writes(refs, WorkItem(refs.work_items, index + PREFETCHED_BLOCKS), spec)
         )
-    has_few_rows = item.num_tokens * spec.group_size <= spec.small_rows
+    has_few_rows = item.num_tokens * spec.group_size <= spec.smallest_product_rows
     call_with_row_count(
         has_few_rows, spec, lambda count: for_each_index(spec.kv_heads, lambda head: init_softmax(refs, head, count))
     )
@@ -109,16 +109,16 @@ def _process_item(
 
     start, count = item.first_block, item.end_block - item.first_block
 
-    def block(k: jax.Array, state: tuple[Any, PrefetchCursor]) -> tuple[Any, PrefetchCursor]:
+    def attend_block_of_item(k: jax.Array, state: tuple[Any, PrefetchCursor]) -> tuple[Any, PrefetchCursor]:
         slot, cursor = state
         if writes is not None:
             pl.when(writes & (k + 1 == count))(lambda: copies.wait_for_cache_writes(refs, spec))
         prefetch = _block_of_cursor(refs, cursor, jnp.where(slot == 0, PREFETCHED_BLOCKS, slot - 1), end)
-        following = jnp.where(slot == PREFETCHED_BLOCKS, 0, slot + 1), cursor.after(refs.work_items, end)
+        following = jnp.where(slot == PREFETCHED_BLOCKS, 0, slot + 1), cursor.cursor_of_next_block(refs.work_items, end)
         attend_block(refs, KeyBlock(item, start + k, slot), prefetch, cursor.item_index < end, buffer_slot, spec)
         return following
 
-    state = fori_loop(jnp.int32(0), count, block, state)
+    state = fori_loop(jnp.int32(0), count, attend_block_of_item, state)
 
     call_with_row_count(has_few_rows, spec, lambda count: _finish_item(refs, item, buffer_slot, count, spec))
     copies.copy_results(refs, item, buffer_slot, spec, wait=False)
@@ -126,8 +126,8 @@ def _process_item(
 
 
 def _finish_item(refs: PagedRefs, item: WorkItem, buffer_slot: Any, count: int, spec: PagedSpec) -> None:
-    def head(k: Any) -> None:
+    def write_head_results(k: Any) -> None:
         for start in range(0, count, 128):
             write_results(refs, k, ProductRows(buffer_slot, start, min(128, count - start), item.first_position), spec)
 
-    for_each_index(spec.kv_heads, head)
+    for_each_index(spec.kv_heads, write_head_results)

@@ -27,16 +27,16 @@ from ejkernel_pallas.tpu.paged_attention.kernels.load_keys import KeyChunk
 from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs
 from ejkernel_pallas.tpu.paged_attention.spec import PagedSpec
 
-MAX_ROWS_PER_COPY = 8
+MAX_BIAS_TOKENS_PER_COPY = 8
 """The largest number of tokens whose bias is copied together."""
 
 
-def rows_per_copy(spec: PagedSpec) -> int:
+def bias_tokens_per_copy(spec: PagedSpec) -> int:
     """Returns the number of tokens whose bias is copied together."""
-    return min(MAX_ROWS_PER_COPY, spec.tokens_per_tile)
+    return min(MAX_BIAS_TOKENS_PER_COPY, spec.tokens_per_tile)
 
 
-def overlaps(refs: PagedRefs, item: WorkItem, first_key: Any, num_keys: int, spec: PagedSpec) -> Any:
+def keys_have_pair_bias(refs: PagedRefs, item: WorkItem, first_key: Any, num_keys: int, spec: PagedSpec) -> Any:
     """Returns whether some of the `num_keys` keys from `first_key` on have a column in the bias for pairs."""
     column = first_key - refs.context_lengths[item.sequence]
     return (column < spec.pair_bias_columns) & (column + num_keys > 0) & (first_key < item.end_key)
@@ -53,16 +53,16 @@ def copy_pair_bias(refs: PagedRefs, block: KeyBlock, spec: PagedSpec, *, wait: b
     such keys.
     """
     item, first_key = block.item, block.index_in_sequence * spec.block_kv
-    size = rows_per_copy(spec)
+    size = bias_tokens_per_copy(spec)
 
-    @pl.when(overlaps(refs, item, first_key, spec.block_kv, spec))
+    @pl.when(keys_have_pair_bias(refs, item, first_key, spec.block_kv, spec))
     def _() -> None:
         column = first_key - refs.context_lengths[item.sequence] - _lane_shift(refs, item)
         # `block_kv` zeros come before the first column.
         lanes = pl.ds(pl.multiple_of(column + spec.block_kv, LANES), spec.block_kv + LANES)
         first_token = divide(item.first_row, spec.group_size)
 
-        def rows(k: jax.Array, carry: jax.Array) -> jax.Array:
+        def copy_token_group(k: jax.Array, carry: jax.Array) -> jax.Array:
             copy = pltpu.make_async_copy(
                 refs.pair_bias.at[pl.ds(first_token + k * size, size), :, lanes],
                 refs.pair_bias_buffer.at[block.buffer_slot, pl.ds(k * size, size)],
@@ -71,7 +71,7 @@ def copy_pair_bias(refs: PagedRefs, block: KeyBlock, spec: PagedSpec, *, wait: b
             copy.wait() if wait else copy.start()
             return carry
 
-        fori_loop(jnp.int32(0), divide(item.num_tokens + size - 1, size), rows, jnp.int32(0))
+        fori_loop(jnp.int32(0), divide(item.num_tokens + size - 1, size), copy_token_group, jnp.int32(0))
 
 
 def store_row_bias(refs: PagedRefs, item: WorkItem, at: KeyChunk, n: int, spec: PagedSpec) -> None:
@@ -86,7 +86,7 @@ def store_row_bias(refs: PagedRefs, item: WorkItem, at: KeyChunk, n: int, spec: 
     lanes, tokens = pl.ds(pl.multiple_of(at.start_in_buffer, LANES), size), cdiv(rows, spec.group_size)
     row = lax.broadcasted_iota(jnp.int32, (rows, at.num_keys), 0)
 
-    def store(k: Any, carry: Any) -> Any:
+    def store_token_group_bias(k: Any, carry: Any) -> Any:
         bias = jnp.zeros((rows, at.num_keys), jnp.float32)
         for t in range(tokens):  # a store begins at a row that is a multiple of 8, so it has the rows of whole tokens
             columns = refs.pair_bias_buffer[at.buffer_slot, k * tokens + t, :, lanes]
@@ -96,4 +96,4 @@ def store_row_bias(refs: PagedRefs, item: WorkItem, at: KeyChunk, n: int, spec: 
         return carry
 
     count = 1 if spec.tokens_per_tile == 1 else divide(item.num_tokens + tokens - 1, tokens)
-    fori_loop(jnp.int32(0), count, store, jnp.int32(0))
+    fori_loop(jnp.int32(0), count, store_token_group_bias, jnp.int32(0))

@@ -49,8 +49,8 @@ class PagedRefs:
         row_max: Scratch, [Hk, rows of a tile, 128], the same in every lane.
         row_sum: Scratch, [Hk, rows of a tile, 128]; a partial sum in every lane.
         acc: Scratch, [Hk, rows of a tile, Dv].
-        small_products: Scratch memory of products of few rows.
-        large_products: Scratch memory of products of many rows.
+        small_product_buffers: Scratch memory of products of few rows.
+        large_product_buffers: Scratch memory of products of many rows.
         score_limits: Scratch, float32: upper limits of scores, -inf where a key belongs to another head than the row.
         key_mask: Scratch, float32 [rounds, keys]: additive mask of items that have one token.
         keys_buffer: Scratch, blocks of keys; `values_buffer` has blocks of values.
@@ -82,12 +82,12 @@ class PagedRefs:
     row_max: Ref
     row_sum: Ref
     acc: Ref
-    small_products: ProductBuffers
+    small_product_buffers: ProductBuffers
     keys_buffer: Ref
     query_arrived: Ref
     results_sent: Ref
     pages_arrived: Ref
-    large_products: ProductBuffers | None = None
+    large_product_buffers: ProductBuffers | None = None
     values: Ref = None
     values_buffer: Ref = None
     keys_before: Ref = None
@@ -114,7 +114,7 @@ class PagedRefs:
     tokens_written: Ref = None
 
     @property
-    def caches(self) -> tuple[tuple[Ref, Ref], ...]:
+    def caches_and_buffers(self) -> tuple[tuple[Ref, Ref], ...]:
         """Returns the pages of each cache, and the buffer of its blocks."""
         pairs = ((self.keys, self.keys_buffer), (self.values, self.values_buffer))
         return tuple(pair for pair in pairs if pair[0] is not None)
@@ -122,10 +122,10 @@ class PagedRefs:
     @property
     def buffers(self) -> tuple[Ref, ...]:
         """Returns the buffers of keys and of values, or of both together."""
-        return tuple(buffer for _, buffer in self.caches)
+        return tuple(buffer for _, buffer in self.caches_and_buffers)
 
     @property
-    def written(self) -> tuple[tuple[Ref, Ref], ...]:
+    def new_tokens_and_pages(self) -> tuple[tuple[Ref, Ref], ...]:
         """Returns the new tokens, and the pages that they are written to."""
         pairs = ((self.new_keys, self.keys), (self.new_values, self.values))
         return tuple(pair for pair in pairs if pair[1] is not None)

@@ -102,8 +102,8 @@ def run_kernel(
                 num_contracted_tiles,
             ),
             # Rows and columns are parallel; contracted tiles are sequential, as they add to one accumulator.
-            parallel=2,
-            tables={},
+            num_parallel_axes=2,
+            scalar_tables={},
             inputs=inputs,
             outputs={"output": output},
             scratch=scratch,

@@ -194,7 +194,7 @@ def _run_one_direction(
             name="ejkernel_ring_backward_remote",
             kernel=functools.partial(_kernel, route=route, queries=queries, keys=keys),
             refs=functools.partial(remote_call.RemoteRefs.of, route, tuple(scratch_memory)),
-            tables={
+            scalar_tables={
                 "table": jnp.concatenate([queries.pair_table.reshape(-1), keys.pair_table.reshape(-1)]),
                 "neighbours": remote_call.neighbour_indices(plan.ring, ring_steps),
             },
@@ -202,8 +202,8 @@ def _run_one_direction(
             outputs=remote_call.hbm_operands(queries.results) | slots,
             scratch=scratch_memory | route.scratch(),
             aliases={"dquery_before": "dquery"},
-            pipelines=True,
-            options=remote_call.remote_compiler_options(plan.ring, ring_steps),
+            has_inner_pipelines=True,
+            compiler_params=remote_call.remote_compiler_options(plan.ring, ring_steps),
         )
     )
     # The slot where the last hop left its gradients.

@@ -73,7 +73,7 @@ def _run_one_direction(
             name="ejkernel_ring_forward_remote",
             kernel=functools.partial(_kernel, route=route, work=work),
             refs=functools.partial(remote_call.RemoteRefs.of, route, tuple(scratch)),
-            tables={
+            scalar_tables={
                 "table": pair_table.reshape(-1),
                 "neighbours": remote_call.neighbour_indices(plan.ring, ring_steps),
             },
@@ -81,8 +81,8 @@ def _run_one_direction(
             outputs=remote_call.hbm_operands(results) | remote_call.make_slot_buffers(route.load, inputs),
             scratch=scratch | route.scratch(),
             aliases={f"{name}_before": name for name in results},
-            pipelines=True,
-            options=remote_call.remote_compiler_options(plan.ring, ring_steps),
+            has_inner_pipelines=True,
+            compiler_params=remote_call.remote_compiler_options(plan.ring, ring_steps),
         )
     )
     return undo_rows_layout(results["output"], state[0].shape), results["lse"].reshape(state[1].shape)

@@ -52,12 +52,12 @@ def bias_gradient(record: TiledAttention, flags: Any, inputs: dict[str, Operand]
             kernel=functools.partial(bias_gradient_kernel, spec=spec, table_shape=flags.shape),
             refs=BackwardRefs,
             grid=(*outer, *inner),
-            parallel=2,
-            tables={"table": flags.reshape(-1)},
+            num_parallel_axes=2,
+            scalar_tables={"table": flags.reshape(-1)},
             inputs=inputs,
             outputs={"dbias": result},
             scratch={"dbias_acc": pltpu.VMEM(acc, jnp.float32), **backward_scratch(spec, (), record.query.dtype)},
-            where=lambda *step: (step[0] + step[4], step[1] + step[5], step[2] + step[6], step[3] + step[7]),
+            coordinate_map=lambda *step: (step[0] + step[4], step[1] + step[5], step[2] + step[6], step[3] + step[7]),
         )
     )["dbias"]
     if bias.shape[3] == 1:  # stored as a row: of queries or, for a single element, of keys

@@ -64,11 +64,11 @@ def operands(record: TiledAttention, spec: TiledSpec) -> dict[str, Operand]:
 def _pattern_operand(pattern: PatternTiles, spec: TiledSpec) -> Operand:
     heads, q_tiles, k_tiles = pattern.mask_ids.shape
 
-    def index(b: Any, h: Any, i: Any, j: Any, mask_ids: Any) -> BlockIndex:
+    def tile_mask_index(b: Any, h: Any, i: Any, j: Any, mask_ids: Any) -> BlockIndex:
         return (mask_ids[((h if heads > 1 else 0) * q_tiles + i) * k_tiles + j], 0, 0)
 
     block = (None, spec.block_q, spec.block_kv)
-    return Operand(jnp.asarray(pattern.tile_masks), block, index, pattern.mask_ids.reshape(-1))
+    return Operand(jnp.asarray(pattern.tile_masks), block, tile_mask_index, pattern.mask_ids.reshape(-1))
 
 
 def rows_operand(x: Any, block: int) -> Operand:
@@ -85,7 +85,7 @@ def rows_operand(x: Any, block: int) -> Operand:
 def kv_rows_operand(x: Any, spec: TiledSpec) -> Operand:
     """Returns [B, S, Hk, D] by tiles of keys."""
     operand, group = rows_operand(x, spec.block_kv), np.int32(spec.group_size)
-    return dataclasses.replace(operand, index=lambda b, h, i, j: operand.index(b, lax.div(h, group), j, i))
+    return dataclasses.replace(operand, index_map=lambda b, h, i, j: operand.index_map(b, lax.div(h, group), j, i))
 
 
 def undo_rows_layout(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

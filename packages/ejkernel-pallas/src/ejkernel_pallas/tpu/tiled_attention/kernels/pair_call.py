@@ -41,11 +41,13 @@ def tile_pairs_call(
         kernel=functools.partial(kernel, spec=spec, distinct_rows_and_heads=distinct_rows_and_heads),
         refs=refs,
         grid=(batch, spec.num_heads // group, table.shape[2], *((group,) if spec.accumulates_for_keys else ())),
-        parallel=2,
-        tables={"table": table.reshape(-1)},
+        num_parallel_axes=2,
+        scalar_tables={"table": table.reshape(-1)},
         inputs=inputs,
         outputs=outputs,
         scratch=scratch,
-        where=functools.partial(pair_coordinates, distinct_rows_and_heads=distinct_rows_and_heads, group=group),
+        coordinate_map=functools.partial(
+            pair_coordinates, distinct_rows_and_heads=distinct_rows_and_heads, group=group
+        ),
         aliases={f"{key}_before": key for key in outputs if f"{key}_before" in inputs},
     )
