@@ -180,14 +180,8 @@ def kernel_scratch(spec: PagedSpec, lanes: int, caches_by_name: dict[str, jax.Ar
     rows, keys = cdiv(chunks, NUM_PRODUCT_BUFFERS) * spec.smallest_product_rows, spec.chunk_kv * spec.heads_per_product
     scratch["small_product_buffers"] = product_buffers(rows, keys, spec.weights_dtype)
     if spec.stores_score_limits:
-        scratch["score_limits"] = pltpu.VMEM(
-            (
-                cache.kv_heads_per_word_row if cache.interleaves_keys_and_values else 1,
-                spec.smallest_product_rows,
-                LANES,
-            ),
-            jnp.float32,
-        )
+        masks = cache.kv_heads_per_word_row if cache.interleaves_keys_and_values else 1
+        scratch["score_limits"] = pltpu.VMEM((masks, spec.smallest_product_rows, LANES), jnp.float32)
     if spec.tokens_per_tile == 1:
         scratch["key_mask"] = pltpu.VMEM((spec.chunks_per_step, spec.chunk_kv * spec.heads_per_product), jnp.float32)
     if spec.rows_per_tile > spec.smallest_product_rows:
