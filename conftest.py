@@ -3,11 +3,19 @@
 import gc
 import itertools
 import os
+import sys
 from pathlib import Path
 
 import jax
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+
+# Also for examples, and for the suite in processes of their own, which do without tests/conftest.py.
+sys.path.insert(0, str(Path(__file__).parent / "tests" / "support"))
+
+from suite import contexts
+
+contexts.install()
 
 # The distributed tests and examples need several devices. JAX reads this when it looks for devices, not at import.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")

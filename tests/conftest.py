@@ -1,18 +1,13 @@
 """Which tests run here and by which command; tests/support/suite/ has the rules, docs/testing.md tells of them."""
 
 import json
-import sys
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-
-# The setting `pythonpath` of pyproject.toml is not read where tests are run from another folder.
-sys.path.insert(0, str(Path(__file__).parent / "support"))
-
-from suite import arrays, contexts, draws, needs, selection
+from suite import arrays, draws, needs, selection
 from suite.state import SharedStateGuard
 
 # Two runs of a test try the same examples, and a busy machine is no failure.
@@ -21,7 +16,6 @@ settings.register_profile("ejkernel", derandomize=True, database=None, deadline=
 settings.load_profile("ejkernel")
 draws.install()
 arrays.install()
-contexts.install()
 
 NOTES = "ejkernel_notes"
 _notes = pytest.StashKey[list[str]]()

@@ -25,6 +25,12 @@ def test_another_thread_gets_contexts_of_its_own():
     assert len({id(own), *map(id, found)}) == 3
 
 
+def test_a_machine_with_a_gpu_gets_contexts_of_its_own(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    made = contexts.shared(object)
+    assert made() is not made()
+
+
 def test_programs_that_share_a_context_are_those_of_contexts_of_their_own(monkeypatch):
     def texts():
         functions = (lambda x: jnp.sin(x) + 1, lambda x: x @ x)

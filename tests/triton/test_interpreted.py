@@ -5,6 +5,7 @@ determinism, and the eager call, which differ from these in nothing that the ker
 """
 
 import pytest
+from suite.processes import flags_for_devices
 from triton_chips import assert_conforms, run_interpreted
 
 FLASH = ("flash_attention",)
@@ -51,7 +52,7 @@ def test_conformance(part):
 
 def test_sharded_checkpointed_and_vmapped_attention_matches_xla():
     """`shard_map`, dropout's counters and a sink's gradient among it, `jax.checkpoint` and `jax.vmap`, against XLA."""
-    run_interpreted("transformed_process.py", XLA_FLAGS="--xla_force_host_platform_device_count=4")
+    run_interpreted("transformed_process.py", XLA_FLAGS=flags_for_devices(4))
 
 
 def test_device_helpers_of_blocks_match_numpy():

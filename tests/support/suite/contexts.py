@@ -2,13 +2,14 @@
 
 JAX lowers each program in a context of its own, and loads all dialects into it: 3 to 4 ms, a tenth of what it takes to
 compile a small program. Here the programs of a process share a context. It keeps their constants, so it is replaced
-after some programs. Contexts of other threads are left to JAX.
+after some programs. Contexts of other threads, and of machines with a GPU or a TPU, are left to JAX.
 """
 
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax._src.interpreters import mlir
 
 PROGRAMS = 64
@@ -30,7 +31,7 @@ def shared(make: Callable[[], Any]) -> Callable[[], Any]:
 
     def made() -> Any:
         nonlocal context, uses
-        if threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is not threading.main_thread() or jax.default_backend() != "cpu":
             return make()
         if uses % PROGRAMS == 0:
             context = make()

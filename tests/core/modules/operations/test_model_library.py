@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import model_blocks
 import numpy as np
 import pytest
+from suite.processes import flags_for_devices
 
 HERE = Path(__file__).parent
 
@@ -18,7 +19,7 @@ HERE = Path(__file__).parent
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("devices", [1, 4])
 def test_every_name_is_imported_and_called_in_the_form_that_models_use(devices):
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    flags = f"{flags_for_devices(devices)} --xla_backend_optimization_level=0"
     environment = {**os.environ, "XLA_FLAGS": flags}
     script = [sys.executable, HERE / "model_library_process.py", str(devices)]
     found = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)

@@ -1,16 +1,15 @@
 """`ring_attention` over a ring whose devices belong to two processes, over `jax.distributed`."""
 
-import os
 from pathlib import Path
 
+from suite.processes import flags_for_devices
 from two_processes import run_two_processes
 
 PROGRAM = Path(__file__).with_name("ring_process.py")
 
 
 def test_values_and_gradients_are_those_of_one_device():
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"  # of two, the last counts
-    for found in run_two_processes(PROGRAM, ([], []), XLA_FLAGS=flags):
+    for found in run_two_processes(PROGRAM, ([], []), XLA_FLAGS=flags_for_devices(2)):
         assert (found["devices"], found["own"]) == (4, 2)
         assert set(found["errors"]) == {"output", "query", "key", "value", "sinks", "bias"}
         assert all(parts == 2 for parts in found["parts"].values())

@@ -8,6 +8,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from suite.processes import flags_for_devices
 from tpu_races import found
 from tpu_records import simulated
 from tpu_rings import alike, answers, arrays, both, ids
@@ -41,8 +42,7 @@ def test_a_ring_of_four_devices_has_no_races(name):
 
 def test_a_ring_of_six_devices_has_no_races():
     """In a process with more host devices, hence threads, than the ring has: all of them wait for one another."""
-    flags = "--xla_force_host_platform_device_count=12"
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, "XLA_FLAGS": flags_for_devices(12), "JAX_PLATFORMS": "cpu"}
     script = pathlib.Path(__file__).parents[1] / "tpu_ring_process.py"
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
