@@ -174,7 +174,7 @@ def _tag(call_options: CallOptions) -> str:
 
 
 def _print_json_and_plot(call_options: CallOptions, timing_options: TimingOptions, timings: list[Timing]) -> None:
-    title = f"{call_options.op.name} on {jax.devices()[0].device_kind}; {versions()}"
+    title = f"{call_options.op.name} on {jax.devices()[0].device_kind}; {versions_phrase()}"
     if timing_options.as_json:
         print_json(
             {
@@ -201,7 +201,7 @@ def device_and_versions() -> dict[str, str]:
     return {**environment, **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}}
 
 
-def versions() -> str:
+def versions_phrase() -> str:
     """Returns the versions that times belong to, as a phrase."""
     return ", ".join(f"{name} {version}" for name, version in device_and_versions().items() if name != "device")
 
@@ -294,7 +294,9 @@ def _print_timings(out: Console, call: Call, timings: list[Timing]) -> None:
     sorted_timings = sorted(timings, key=lambda t: (t.passes, t.seconds or float("inf")))
     if not sorted_timings:
         return
-    print_unmarked_text(out, f"{call.op.name}: {call.label}, on {jax.devices()[0].device_kind}; {versions()}", "bold")
+    print_unmarked_text(
+        out, f"{call.op.name}: {call.label}, on {jax.devices()[0].device_kind}; {versions_phrase()}", "bold"
+    )
     numbers = ("ms", "spread", "relative", "TFLOP/s", "GB/s", "temporary MB")
     sentences = ("configuration", "against the reference")
     rows = [_timing_row(timing, fastest[timing.passes]) for timing in sorted_timings]

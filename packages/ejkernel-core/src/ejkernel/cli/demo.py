@@ -97,13 +97,13 @@ def _naive_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.
     return einsum_highest("bhts,bshd->bthd", jax.nn.softmax(jnp.where(is_causal_pair, scores, -jnp.inf)), value)
 
 
-def _compile_with_gradients(attention: Callable[..., jax.Array], inputs: tuple[jax.Array, ...]) -> Any:
+def _compile_with_gradients(attention_function: Callable[..., jax.Array], inputs: tuple[jax.Array, ...]) -> Any:
     """Compiles a function that returns the output and the gradients of query, key and value."""
 
     def output_and_gradients(
         query: jax.Array, key: jax.Array, value: jax.Array, cotangent: jax.Array
     ) -> dict[str, jax.Array]:
-        output, pull = jax.vjp(attention, query, key, value)
+        output, pull = jax.vjp(attention_function, query, key, value)
         gradients = zip(("query", "key", "value"), pull(cotangent), strict=True)
         return {"output": output} | {f"gradient of {name}": gradient for name, gradient in gradients}
 

@@ -208,10 +208,10 @@ def _implementation_row(implementation: Implementation, devices_here: set[Device
     )
 
 
-def _module_status(needed: str) -> str:
+def _module_status(requirement: str) -> str:
     """Names a module, and says if it is missing or has another version."""
-    name, versions = split_requirement(needed)
-    sentence = missing_module_reason(needed)
+    name, versions = split_requirement(requirement)
+    sentence = missing_module_reason(requirement)
     if sentence is None:
         return name
     return f"{name} (missing)" if sentence.startswith(f"module {name} is not") else f"{name} (needs {versions})"

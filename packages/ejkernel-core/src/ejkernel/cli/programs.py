@@ -93,9 +93,9 @@ def _grad_fields(plan: CallPlan, record: Any) -> frozenset[str]:
     return frozenset(plan.op.family.differentiable) & set(array_fields(record))
 
 
-def _backward_verdict(backward: Choice, verdict: Verdict) -> Verdict | None:
+def _backward_verdict(backward_choice: Choice, verdict: Verdict) -> Verdict | None:
     """Chooses the backward pass of the same implementation, or the first backward pass that is not paired."""
-    usable = [one for one in backward.verdicts if one.status != "refused"]
+    usable = [one for one in backward_choice.verdicts if one.status != "refused"]
     same = [one for one in usable if one.implementation == verdict.implementation]
     others = [] if verdict.implementation.paired else [one for one in usable if not one.implementation.paired]
     return next(iter((*same, *others)), None)

@@ -82,18 +82,18 @@ class QuantRuntimeConfig:
         width = self.dequant_output_dtype
         return DTYPE_BY_NAME[self.prefer_compute_dtype if width == "compute" else width]
 
-    def scale_dtype(self, weights: Any, mode: str, supported_dtypes: Sequence[str]) -> Any:
+    def scale_dtype(self, weights_dtype: Any, quantization_mode: str, supported_dtypes: Sequence[str]) -> Any:
         """Returns the dtype of scales; None for the format's own.
 
         Args:
-            weights: Dtype of the weights.
-            mode: Format of the codes.
+            weights_dtype: Dtype of the weights.
+            quantization_mode: Format of the codes.
             supported_dtypes: Dtypes that scales of the format may have.
         """
-        if mode != "affine":
+        if quantization_mode != "affine":
             return None
         width = self.affine_metadata_dtype
-        name = jnp.dtype(weights if width == "input" else DTYPE_BY_NAME[width]).name
+        name = jnp.dtype(weights_dtype if width == "input" else DTYPE_BY_NAME[width]).name
         return name if name in supported_dtypes else "float32"
 
 

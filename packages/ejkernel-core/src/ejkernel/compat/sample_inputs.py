@@ -109,7 +109,7 @@ class AttentionMetadata:
         Raises:
             ValueError: `dropout_p` is no such number.
         """
-        self.dropout_p = as_number("dropout_p", dropout_p, least=0, less_than=1)
+        self.dropout_p = as_number("dropout_p", dropout_p, minimum=0, less_than=1)
         self.dropout_seed = dropout_seed
         return self
 
@@ -178,16 +178,16 @@ def varlen_input_helper(
         assert k.shape == v.shape == (int(metadata.cu_seqlens_k[-1]), 2, 64)
         ```
     """
-    sequences = as_count("batch_size", batch_size, least=1)
+    sequences = as_count("batch_size", batch_size, minimum=1)
     generator = np.random.default_rng(seed)
     cumulative: list[np.ndarray] = []
     for name, tokens in (("qseqlen", qseqlen), ("kseqlen", kseqlen)):
-        longest = as_count(name, tokens, least=sequences) // sequences
+        longest = as_count(name, tokens, minimum=sequences) // sequences
         lengths = generator.integers(longest if equal_seqlens else 1, longest, sequences, endpoint=True)
         cumulative.append(np.cumsum([0, *lengths]).astype(np.int32))
     cu_q, cu_k = cumulative
     shapes = ((cu_q[-1], qheads), (cu_k[-1], kvheads), (cu_k[-1], kvheads))
-    q, k, v = _arrays([(int(tokens), heads, head_dim) for tokens, heads in shapes], 0, dtype, debug_mode, seed)
+    q, k, v = _make_arrays([(int(tokens), heads, head_dim) for tokens, heads in shapes], 0, dtype, debug_mode, seed)
     metadata = AttentionMetadata(sm_scale=head_dim**-0.5)
     return q, k, v, metadata.set_varlen_params(jnp.array(cu_q), jnp.array(cu_k))
 
@@ -227,14 +227,16 @@ def input_helper(
     if layout not in ("bshd", "bhsd"):
         raise ValueError(f"layout: got {layout!r}, wants 'bshd' or 'bhsd'; varlen_input_helper makes 'thd'")
     sides = ((qseqlen, qheads), (kseqlen, kvheads), (kseqlen, kvheads))
-    arrays = _arrays([(batch_size, tokens, heads, head_dim) for tokens, heads in sides], 1, dtype, debug_mode, seed)
+    arrays = _make_arrays(
+        [(batch_size, tokens, heads, head_dim) for tokens, heads in sides], 1, dtype, debug_mode, seed
+    )
     q, k, v = arrays if layout == "bshd" else [x.swapaxes(1, 2) for x in arrays]
     metadata = AttentionMetadata(sm_scale=head_dim**-0.5, layout=layout, num_contexts=batch_size)
     metadata.max_seqlens_q, metadata.max_seqlens_k = qseqlen, kseqlen
     return q, k, v, metadata
 
 
-def _arrays(
+def _make_arrays(
     shapes: Sequence[tuple[int, ...]], axis: int, dtype: DTypeLike, fill_with_token_index: bool, seed: int
 ) -> list[jax.Array]:
     """Returns one array a shape: normal, or filled with the index along the axis of the tokens."""
@@ -257,7 +259,7 @@ def random_blocks(
         sizes: Rows, heads and slots per query.
     """
     names = ("batch", "heads", "selected_blocks")
-    batch, heads, slots = (as_count(name, size, least=1) for name, size in zip(names, sizes, strict=True))
+    batch, heads, slots = (as_count(name, size, minimum=1) for name, size in zip(names, sizes, strict=True))
     order = jax.random.uniform(key, (batch, num_available_blocks.shape[0], heads, blocks))
     allowed = jnp.arange(blocks) < num_available_blocks[:, None, None]
     ranked = jnp.argsort(jnp.where(allowed, order, 2), axis=-1)[..., :slots]

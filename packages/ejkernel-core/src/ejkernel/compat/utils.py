@@ -177,8 +177,8 @@ def generate_block_indices(
         assert blocks[0, 0, 0].tolist() == [0, -1, -1]
         ```
     """
-    size = as_count("block_size", block_size, least=1)
-    available = jnp.arange(1, as_count("num_query_blocks", num_query_blocks, least=1) + 1)
+    size = as_count("block_size", block_size, minimum=1)
+    available = jnp.arange(1, as_count("num_query_blocks", num_query_blocks, minimum=1) + 1)
     blocks = random_blocks(jax.random.key(seed), available, num_query_blocks, (batch, heads, selected_blocks))
     return jnp.repeat(jnp.where(blocks == num_query_blocks, -1, blocks), size, axis=1)
 
@@ -264,7 +264,7 @@ def make_dummy_rpa_inputs(
     _check_lengths(kv_lens, q_lens, num_q_heads, num_kv_heads)
     kind = as_float_dtype("dtype", dtype)
     rows, pack = sum(q_lens), max(1, 4 // kind.itemsize)
-    needed = [cdiv(n, as_count("page_size", page_size, least=1)) for n in kv_lens]
+    needed = [cdiv(n, as_count("page_size", page_size, minimum=1)) for n in kv_lens]
     order = iter(np.random.default_rng(seed).permutation(sum(needed) + 1))
     tables = np.zeros((len(kv_lens), max(1, *needed)), np.int32)
     for row, count in zip(tables, needed, strict=True):
@@ -291,7 +291,7 @@ def _check_lengths(kv_lens: Sequence[int], q_lens: Sequence[int], num_q_heads: i
         raise ValueError(f"q_lens: got {tuple(q_lens)}, wants one length for each of kv_lens {tuple(kv_lens)}")
     if not all(0 <= q <= kv for q, kv in zip(q_lens, kv_lens, strict=True)):
         raise ValueError(f"q_lens: got {tuple(q_lens)}, wants at most the kv_lens {tuple(kv_lens)}, and none negative")
-    if num_q_heads % as_count("num_kv_heads", num_kv_heads, least=1):
+    if num_q_heads % as_count("num_kv_heads", num_kv_heads, minimum=1):
         raise ValueError(f"num_q_heads: got {got(num_q_heads)}, wants a multiple of {num_kv_heads}")
 
 

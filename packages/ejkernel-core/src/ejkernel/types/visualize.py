@@ -140,10 +140,10 @@ def _attended_fractions(mask: Any, rows: _PictureAxis, columns: _PictureAxis) ->
     return fractions
 
 
-def _draw_cells(attended_fractions: np.ndarray, blocks: str, width: int) -> list[str]:
+def _draw_cells(attended_fractions: np.ndarray, blocks: str, characters_per_cell: int) -> list[str]:
     empty, partial, full = blocks
     marks = np.where(attended_fractions == 0, empty, np.where(attended_fractions == 1, full, partial))
-    return ["".join(mark * width for mark in line) for line in marks.tolist()]
+    return ["".join(mark * characters_per_cell for mark in line) for line in marks.tolist()]
 
 
 def _add_segments(cell_lines: list[str], rows: _PictureAxis, columns: _PictureAxis, width: int) -> list[str]:

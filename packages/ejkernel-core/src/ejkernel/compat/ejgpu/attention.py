@@ -111,7 +111,7 @@ def flash_attn_varlen(
     options = {
         "softmax_scale": sm_scale,
         "causal": as_flag("causal", causal),
-        "dropout_prob": as_number("dropout_p", dropout_p, least=0, less_than=1),
+        "dropout_prob": as_number("dropout_p", dropout_p, minimum=0, less_than=1),
         "dropout_seed": dropout_seed,
     }
     if sides.cu_seqlens is None:

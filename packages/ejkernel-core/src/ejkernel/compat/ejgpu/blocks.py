@@ -41,8 +41,8 @@ def generate_block_indices(
         assert blocks[0, 0, 0].tolist() == [0, 64, 64]
         ```
     """
-    size = as_count("block_size", block_size, least=1)
-    tokens = jnp.arange(as_count("sequence_length", sequence_length, least=1))
+    size = as_count("block_size", block_size, minimum=1)
+    tokens = jnp.arange(as_count("sequence_length", sequence_length, minimum=1))
     count = cdiv(sequence_length, size)
     sizes = (batch_size, kv_heads, num_blocks_per_token)
     blocks = random_blocks(jax.random.key(seed), jnp.maximum(1, cdiv(tokens, size)), count, sizes)

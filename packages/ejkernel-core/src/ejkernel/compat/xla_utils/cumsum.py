@@ -53,7 +53,7 @@ def chunk_local_cumsum(
         assert chunk_local_cumsum(g, 2, cu_seqlens=jnp.array([0, 3, 5]))[0, :, 0].tolist() == [1, 2, 1, 1, 2]
         ```
     """
-    size = as_count("chunk_size", chunk_size, least=1)
+    size = as_count("chunk_size", chunk_size, minimum=1)
     return _checked_cumsum("g", g, size, reverse, softmax_scale, cu_seqlens, head_first, output_dtype)
 
 
@@ -146,13 +146,13 @@ def _sums_within_sequences(values: jax.Array, bounds: jax.Array, backwards: bool
     ranges = chunk_ranges(bounds, size, tokens)
     begins = jnp.isin(ranges[:, 1], bounds[1:]) if backwards else jnp.isin(ranges[:, 0], bounds[:-1])
 
-    def step(carry: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def add_chunk_total(carry: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         begin, total = chunk
         before = jnp.where(begin, 0, carry)
         return before + total, before
 
     totals = jnp.moveaxis(sums[:, :, 0 if backwards else -1], 1, 0)
-    before = jax.lax.scan(step, jnp.zeros_like(totals[0]), (begins, totals), reverse=backwards)[1]
+    before = jax.lax.scan(add_chunk_total, jnp.zeros_like(totals[0]), (begins, totals), reverse=backwards)[1]
     return _tokens_from_chunks(sums + jnp.moveaxis(before, 0, 1)[:, :, None], bounds, size, tokens)
 
 

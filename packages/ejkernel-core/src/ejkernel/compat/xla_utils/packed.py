@@ -129,7 +129,7 @@ def prepare_chunk_offsets(cu_seqlens: Integer[Array, " n+1"], chunk_size: int) -
     Raises:
         ValueError: `cu_seqlens` is not such a vector, or `chunk_size` is no int of at least 1.
     """
-    size = as_count("chunk_size", chunk_size, least=1)
+    size = as_count("chunk_size", chunk_size, minimum=1)
     chunks = -(-jnp.diff(as_cumulative_lengths(cu_seqlens)) // size)
     return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(chunks, dtype=jnp.int32)])
 

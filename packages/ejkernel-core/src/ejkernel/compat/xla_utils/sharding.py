@@ -87,7 +87,7 @@ def reorder_sequence(tensor: jax.Array, cp_size: int, seq_dim: int = 1, to_conti
         assert (reorder_sequence(zigzag, cp_size=2, to_contiguous=True) == x).all()
         ```
     """
-    pieces = 2 * as_count("cp_size", cp_size, least=1)
+    pieces = 2 * as_count("cp_size", cp_size, minimum=1)
     if seq_dim not in range(-tensor.ndim, tensor.ndim):
         raise ValueError(f"seq_dim: got {got(seq_dim)}, wants a dimension of tensor, which has shape {tensor.shape}")
     axis = seq_dim % tensor.ndim

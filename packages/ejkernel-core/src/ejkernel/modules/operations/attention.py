@@ -129,7 +129,7 @@ class AttentionArguments(ArgumentRecord, of=attention):
             "logits_soft_cap": None if cap is None else as_number("logits_soft_cap", cap, greater_than=0),
             "dtype": None if dtype is None else as_float_dtype("dtype", dtype),
             "softmax_dtype": None if softmax_dtype is None else as_float_dtype("softmax_dtype", softmax_dtype),
-            "dropout_prob": as_number("dropout_prob", self.dropout_prob, least=0, less_than=1),
+            "dropout_prob": as_number("dropout_prob", self.dropout_prob, minimum=0, less_than=1),
             "causal": as_flag("causal", self.causal),
             "sliding_window": as_window("sliding_window", self.sliding_window),
             "return_weights": as_flag("return_weights", self.return_weights),

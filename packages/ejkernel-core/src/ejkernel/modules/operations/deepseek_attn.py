@@ -124,7 +124,7 @@ class DeepSeekAttentionArguments(ArgumentRecord, of=deepseek_attn):
         scales = {name: getattr(self, name) for name in ("softmax_scale", "index_softmax_scale")}
         set_canonical_values(
             self,
-            index_topk=as_count("index_topk", self.index_topk, least=1),
+            index_topk=as_count("index_topk", self.index_topk, minimum=1),
             causal=as_flag("causal", self.causal),
             **{name: as_number(name, scale) for name, scale in scales.items() if scale is not None},
         )

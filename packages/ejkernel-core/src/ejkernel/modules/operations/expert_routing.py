@@ -104,7 +104,7 @@ class ExpertRoutingArguments(ArgumentRecord, of=expert_routing):
             self,
             normalise=as_flag("normalise", self.normalise),
             scale=as_number("scale", self.scale),
-            **{name: as_count(name, n, least=1) for name, n in counts.items() if n is not None},
+            **{name: as_count(name, n, minimum=1) for name, n in counts.items() if n is not None},
         )
 
 

@@ -144,7 +144,7 @@ class FlashAttentionArguments(ArgumentRecord, of=flash_attention):
 
     def __post_init__(self) -> None:
         scale, cap = self.softmax_scale, self.logits_soft_cap
-        dropout = as_number("dropout_prob", self.dropout_prob, least=0, less_than=1)
+        dropout = as_number("dropout_prob", self.dropout_prob, minimum=0, less_than=1)
         canonical = {
             "return_lse": as_flag("return_lse", self.return_lse),
             "softmax_scale": None if scale is None else as_number("softmax_scale", scale),

@@ -150,7 +150,7 @@ class FlashMLAArguments(ArgumentRecord, of=flash_mla):
             causal=as_flag("causal", self.causal),
             logits_soft_cap=None if cap is None else as_number("logits_soft_cap", cap, greater_than=0),
             deterministic=as_flag("deterministic", self.deterministic),
-            dropout_prob=as_number("dropout_prob", self.dropout_prob, least=0, less_than=1),
+            dropout_prob=as_number("dropout_prob", self.dropout_prob, minimum=0, less_than=1),
             sliding_window=as_window("sliding_window", self.sliding_window),
             softmax_dtype=as_logits_dtype("softmax_dtype", self.softmax_dtype),
         )

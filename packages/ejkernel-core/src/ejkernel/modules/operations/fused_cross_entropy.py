@@ -160,7 +160,7 @@ class FusedCrossEntropyArguments(ArgumentRecord, of=fused_cross_entropy):
     def __post_init__(self) -> None:
         as_choice("reduction", self.reduction, token_losses.REDUCTIONS)
         as_choice("chunk_strategy", self.chunk_strategy, CHUNK_STRATEGIES)
-        smoothing = as_number("label_smoothing", self.label_smoothing, least=0)
+        smoothing = as_number("label_smoothing", self.label_smoothing, minimum=0)
         if smoothing > 1:
             raise ValueError(f"label_smoothing: got {smoothing}, wants at most 1")
         dtype = self.compute_dtype
@@ -170,7 +170,7 @@ class FusedCrossEntropyArguments(ArgumentRecord, of=fused_cross_entropy):
             chunk_size=as_count("chunk_size", self.chunk_size),
             ignore_index=token_losses.as_signed_integer("ignore_index", self.ignore_index),
             label_smoothing=smoothing,
-            z_loss=as_number("z_loss", self.z_loss, least=0),
+            z_loss=as_number("z_loss", self.z_loss, minimum=0),
             compute_dtype=None if dtype is None else as_float_dtype("compute_dtype", dtype),
             checkpoint=as_flag("checkpoint", self.checkpoint),
             sparse_skip=as_flag("sparse_skip", self.sparse_skip),

@@ -110,7 +110,7 @@ class LightningIndexerArguments(ArgumentRecord, of=lightning_indexer):
         scale = self.softmax_scale
         set_canonical_values(
             self,
-            top_k=as_count("top_k", self.top_k, least=1),
+            top_k=as_count("top_k", self.top_k, minimum=1),
             softmax_scale=None if scale is None else as_number("softmax_scale", scale),
             causal=as_flag("causal", self.causal),
             sliding_window=as_window("sliding_window", self.sliding_window),

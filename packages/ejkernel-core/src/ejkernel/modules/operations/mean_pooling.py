@@ -85,7 +85,7 @@ class MeanPoolingArguments(ArgumentRecord, of=mean_pooling):
 
     def __post_init__(self) -> None:
         if self.chunk_size is not None:
-            set_canonical_fields(self, chunk_size=as_count("chunk_size", self.chunk_size, least=1))
+            set_canonical_fields(self, chunk_size=as_count("chunk_size", self.chunk_size, minimum=1))
         # The call goes on under a trace, where no values can be seen.
         if self.cu_seqlens is not None and jnp.ndim(self.x) in AXES_BY_RANK:
             rows, tokens = (1, self.x.shape[0]) if jnp.ndim(self.x) == 2 else self.x.shape[:2]

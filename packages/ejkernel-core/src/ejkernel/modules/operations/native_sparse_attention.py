@@ -138,12 +138,12 @@ class NativeSparseAttentionArguments(ArgumentRecord, of=native_sparse_attention)
     def __post_init__(self) -> None:
         counts, scale = self.block_counts, self.softmax_scale
         if not isinstance(counts, StaticBlockCount) and not hasattr(counts, "shape"):
-            counts = StaticBlockCount(as_count("block_counts", counts, least=1))
+            counts = StaticBlockCount(as_count("block_counts", counts, minimum=1))
         set_canonical_values(
             self,
             block_counts=counts,
-            block_size=as_count("block_size", self.block_size, least=1),
-            window_size=as_count("window_size", self.window_size, least=1),
+            block_size=as_count("block_size", self.block_size, minimum=1),
+            window_size=as_count("window_size", self.window_size, minimum=1),
             softmax_scale=None if scale is None else as_number("softmax_scale", scale),
         )
         # The call goes on under a trace, where no values can be seen.

@@ -135,7 +135,7 @@ class PageAttentionArguments(ArgumentRecord, of=page_attention):
     def __post_init__(self) -> None:
         set_canonical_score_arguments(
             self,
-            num_splits=as_count("num_splits", self.num_splits, least=0) or None,
+            num_splits=as_count("num_splits", self.num_splits, minimum=0) or None,
             megacore_mode=as_choice("megacore_mode", self.megacore_mode, (None, "batch", "kv_head")),
             kv_layout=as_kv_layout(self.kv_layout, self.query, self.key_cache, "pshd"),
         )

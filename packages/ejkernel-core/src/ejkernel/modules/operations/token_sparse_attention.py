@@ -110,7 +110,7 @@ class TokenSparseAttentionArguments(ArgumentRecord, of=token_sparse_attention):
         scale, size = self.softmax_scale, self.value_size
         set_canonical_values(
             self,
-            value_size=None if size is None else as_count("value_size", size, least=1),
+            value_size=None if size is None else as_count("value_size", size, minimum=1),
             softmax_scale=None if scale is None else as_number("softmax_scale", scale),
             return_lse=as_flag("return_lse", self.return_lse),
         )

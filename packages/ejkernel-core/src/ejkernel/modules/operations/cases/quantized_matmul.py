@@ -28,7 +28,7 @@ class MatmulSizes:
     scale_dtype: str | None = None
 
 
-_TABLE: tuple[Row[MatmulSizes], ...] = (
+_CASE_ROWS: tuple[Row[MatmulSizes], ...] = (
     ("int4", MatmulSizes(), lambda k: {}, ("zeros",), ()),
     ("int4, transposed", MatmulSizes(transpose=True), lambda k: {}, ("zeros",), ()),
     ("int8", MatmulSizes(bits=8), lambda k: {}, ("zeros",), ()),
@@ -72,7 +72,7 @@ _TABLE: tuple[Row[MatmulSizes], ...] = (
 
 def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return make_cases_of_rows(record_type, make_base_inputs, _TABLE)
+    return make_cases_of_rows(record_type, make_base_inputs, _CASE_ROWS)
 
 
 def make_base_inputs(key: jax.Array, sizes: MatmulSizes) -> dict[str, Any]:
@@ -110,15 +110,19 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
     return dataclasses.replace(args, x=x, w=packed["w"], scales=packed["scales"], **optional)
 
 
-def quantized_weights_like(weights_and_scales: dict[str, Any], form: Format, key: jax.Array) -> dict[str, jax.Array]:
+def quantized_weights_like(
+    weights_and_scales: dict[str, Any], weight_format: Format, key: jax.Array
+) -> dict[str, jax.Array]:
     """Returns quantised normal weights: `w` and `scales` like those stored, and zeros or the tensor scale of their
     format.
     """
     scales = weights_and_scales["scales"]
     *rows, groups = scales.shape
-    weights = jax.random.normal(key, (*rows, groups * form.group_size), jnp.float32)
-    dtype = scales.dtype if len(form.scale_dtypes) > 1 else None
-    packed, values, *zeros = quantize(weights, form.group_size, form.bits, cast(Mode, form.mode), "col", dtype)
+    weights = jax.random.normal(key, (*rows, groups * weight_format.group_size), jnp.float32)
+    dtype = scales.dtype if len(weight_format.scale_dtypes) > 1 else None
+    packed, values, *zeros = quantize(
+        weights, weight_format.group_size, weight_format.bits, cast(Mode, weight_format.mode), "col", dtype
+    )
     arrays = {"w": packed, "scales": values}
     arrays = {name: lax.bitcast_convert_type(array, weights_and_scales[name].dtype) for name, array in arrays.items()}
-    return arrays | dict(zip(("tensor_scale" if form.has_tensor_scale else "zeros",), zeros, strict=False))
+    return arrays | dict(zip(("tensor_scale" if weight_format.has_tensor_scale else "zeros",), zeros, strict=False))

@@ -50,10 +50,10 @@ Row = tuple[str, RecurrenceSizes, ExtraArgumentsMaker, tuple[str, ...], tuple[st
 
 def make_cases(record_type: type, rows: Iterable[Row]) -> tuple[Case, ...]:
     """Returns the rows as cases that make argument records of the given type."""
-    return tuple(_case(record_type, *row) for row in rows)
+    return tuple(_make_case(record_type, *row) for row in rows)
 
 
-def _case(
+def _make_case(
     record_type: type,
     name: str,
     sizes: RecurrenceSizes,

@@ -12,7 +12,7 @@ from ejkernel.ops.model import Case
 
 # name, (rows, tokens, channels, numbers per state), optional arguments, dtype, record fields it is about, further tags
 Row = tuple[str, tuple[int, int, int, int], tuple[str, ...], Any, tuple[str, ...], tuple[str, ...]]
-_TABLE: tuple[Row, ...] = (
+_CASE_ROWS: tuple[Row, ...] = (
     ("plain", (2, 63, 24, 16), (), jnp.float32, (), ()),
     ("one token", (1, 1, 8, 4), ("initial_state",), jnp.float32, ("initial_state",), ("awkward",)),
     ("three intervals", (1, 129, 20, 5), ("initial_state",), jnp.float32, ("initial_state",), ()),
@@ -30,15 +30,15 @@ _TABLE: tuple[Row, ...] = (
 
 def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return make_cases(record_type, _TABLE)
+    return make_cases(record_type, _CASE_ROWS)
 
 
 def make_cases(record_type: type, rows: Iterable[Row]) -> tuple[Case, ...]:
     """Returns the rows as cases that make argument records of the given type."""
-    return tuple(_case(record_type, row) for row in rows)
+    return tuple(_make_case(record_type, row) for row in rows)
 
 
-def _case(record_type: type, row: Row) -> Case:
+def _make_case(record_type: type, row: Row) -> Case:
     name, (rows, tokens, channels, size), optional, dtype, exercises, tags = row
     shapes = {
         "hidden_states": (rows, tokens, channels),

@@ -26,10 +26,12 @@ def make_cases_of_rows(
         rows: The cases; what a row gives itself wins.
     """
 
-    def case_input_maker(sizes: Sizes, extra: Callable[[jax.Array], dict[str, Any]]) -> Callable[[jax.Array], Any]:
+    def case_input_maker(
+        sizes: Sizes, make_extra_arguments: Callable[[jax.Array], dict[str, Any]]
+    ) -> Callable[[jax.Array], Any]:
         def make(key: jax.Array) -> Any:
             input_key, options = jax.random.split(key)
-            return record_type(**{**inputs(input_key, sizes), **extra(options)})
+            return record_type(**{**inputs(input_key, sizes), **make_extra_arguments(options)})
 
         return make
 

@@ -24,14 +24,14 @@ def cumulative_length_conditions(name: str, lengths: Any, rows: int, size: int) 
     if not are_integer_arrays(lengths) or len(lengths.shape) != 1 or not lengths.shape[0]:
         return
 
-    def holds(xp: Any, bounds: Any) -> Any:
+    def lengths_are_cumulative(xp: Any, bounds: Any) -> Any:
         steps = bounds[1:] - bounds[:-1]
         last = bounds[-1] if rows == 1 else steps
         return (bounds[0] == 0) & xp.all(steps >= 0) & xp.all(last <= size)
 
     within = f"end within {size} tokens" if rows == 1 else f"have steps of at most {size} tokens"
     wants = f"lengths that start at 0, never decrease and {within}"
-    yield Condition(name=name, arrays=(lengths,), holds=holds, wants=wants, is_checked_by_record=True)
+    yield Condition(name=name, arrays=(lengths,), holds=lengths_are_cumulative, wants=wants, is_checked_by_record=True)
 
 
 def conditions_of_cumulative_lengths(name: str, tokens_argument: str, tokens_axis: int = 1) -> Any:
@@ -105,7 +105,7 @@ def tree_conditions(parents: Any, bounds: Any) -> Iterable[Condition]:
     if not are_integer_arrays(parents, *packed) or any(len(x.shape) != 1 or x.shape[0] < 2 for x in packed):
         return
 
-    def holds(xp: Any, values: Any, *lengths: Any) -> Any:
+    def parents_come_first(xp: Any, values: Any, *lengths: Any) -> Any:
         token = xp.arange(values.shape[-1])
         if not lengths:
             return xp.all((values >= -1) & (values < token))
@@ -115,7 +115,7 @@ def tree_conditions(parents: Any, bounds: Any) -> Iterable[Condition]:
         return xp.all(padding | ((values >= -1) & (values < token - ends[sequence])))
 
     wants = "for every token the index of an earlier token of its own request, or -1 for the request's state"
-    yield Condition(name="parents", arrays=(parents, *packed), holds=holds, wants=wants)
+    yield Condition(name="parents", arrays=(parents, *packed), holds=parents_come_first, wants=wants)
 
 
 def conditions_of_row_lengths(args: Any) -> Iterable[Condition]:
@@ -173,15 +173,17 @@ def paged_batch_conditions(call: PagedBatch) -> Iterable[Condition]:
     if call.num_live is not None:
         yield from _live_count_conditions(call.num_live, sequences)
 
-    def starts_in_order(xp: Any, bounds: Any, *counts: Any) -> Any:
-        first, last, rest = bounds[:-1], bounds[1:], _sequences_not_live(xp, sequences, counts)
+    def starts_in_order(xp: Any, bounds: Any, *live_counts: Any) -> Any:
+        first, last, rest = bounds[:-1], bounds[1:], _sequences_not_live(xp, sequences, live_counts)
         return xp.all(rest | ((first >= 0) & (first <= last) & (last <= call.rows)))
 
-    def covers_query_rows(xp: Any, tokens: Any, bounds: Any, *counts: Any) -> Any:
-        return xp.all(_sequences_not_live(xp, sequences, counts) | (tokens >= xp.maximum(bounds[1:] - bounds[:-1], 0)))
+    def covers_query_rows(xp: Any, tokens: Any, bounds: Any, *live_counts: Any) -> Any:
+        return xp.all(
+            _sequences_not_live(xp, sequences, live_counts) | (tokens >= xp.maximum(bounds[1:] - bounds[:-1], 0))
+        )
 
-    def fits_page_tables(xp: Any, tokens: Any, *counts: Any) -> Any:
-        return xp.all(_sequences_not_live(xp, sequences, counts) | (tokens <= capacity))
+    def fits_page_tables(xp: Any, tokens: Any, *live_counts: Any) -> Any:
+        return xp.all(_sequences_not_live(xp, sequences, live_counts) | (tokens <= capacity))
 
     up_to = f" up to the live sequences of {call.num_live[0]}" if call.num_live else ""
     wants = f"starts from 0 to the {call.rows} query rows that never decrease{up_to}"
@@ -202,13 +204,13 @@ def _sequences_not_live(xp: Any, num_sequences: int, live_counts: tuple[Any, ...
 def _live_count_conditions(num_live: tuple[str, Any], num_sequences: int) -> Iterable[Condition]:
     name, counts = num_live
 
-    def holds(xp: Any, values: Any) -> Any:
+    def counts_are_valid(xp: Any, values: Any) -> Any:
         values = xp.reshape(values, (-1,))
         return (values[0] >= 0) & xp.all(values[1:] >= values[:-1]) & (values[-1] <= num_sequences)
 
     ascending = "numbers that never decrease" if len(counts.shape) == 1 and counts.shape[0] > 1 else "a number"
     wants = f"{ascending} from 0 to the {num_sequences} sequences"
-    yield Condition(name=name, arrays=(counts,), holds=holds, wants=wants)
+    yield Condition(name=name, arrays=(counts,), holds=counts_are_valid, wants=wants)
 
 
 def shared_prefix_conditions(
@@ -235,9 +237,11 @@ def shared_prefix_conditions(
     ):
         return
 
-    def holds(xp: Any, count: Any, tokens: Any, *others: Any) -> Any:
-        rows = xp.minimum(tokens, 1) if starts is None else others[0][1:] - others[0][:-1]
-        idle = _sequences_not_live(xp, sequences, others[len(arrays) - 1 :]) | (rows <= 0)
+    def prefix_fits(xp: Any, count: Any, tokens: Any, *starts_and_live_counts: Any) -> Any:
+        rows = (
+            xp.minimum(tokens, 1) if starts is None else starts_and_live_counts[0][1:] - starts_and_live_counts[0][:-1]
+        )
+        idle = _sequences_not_live(xp, sequences, starts_and_live_counts[len(arrays) - 1 :]) | (rows <= 0)
         return (count >= 0) & (count <= table_capacity) & xp.all(idle | (count <= tokens - rows))
 
     wants = (
@@ -245,7 +249,7 @@ def shared_prefix_conditions(
         f"and at most the {lengths[0]} of every sequence less "
         "its query rows"
     )
-    yield Condition(name="shared_prefix", arrays=(prefix_length, *arrays, *counts), holds=holds, wants=wants)
+    yield Condition(name="shared_prefix", arrays=(prefix_length, *arrays, *counts), holds=prefix_fits, wants=wants)
 
 
 def packed_qq_bias_conditions(
@@ -263,15 +267,15 @@ def packed_qq_bias_conditions(
     if not are_integer_arrays(bounds, *counts) or len(bounds.shape) != 1 or 0 in (x.size for x in counts):
         return
 
-    def holds(xp: Any, first: Any, *others: Any) -> Any:
+    def tables_fit(xp: Any, first: Any, *live_counts: Any) -> Any:
         rows = xp.maximum(first[1:] - first[:-1], 0)
-        rows = xp.where(_sequences_not_live(xp, first.shape[0] - 1, others), 0, rows)
+        rows = xp.where(_sequences_not_live(xp, first.shape[0] - 1, live_counts), 0, rows)
         # A sequence with more rows than the root of the entries is too long alone, so no square overflows int32.
         most = math.isqrt(num_entries)
         return xp.all(rows <= most) & xp.all(xp.cumsum(xp.minimum(rows, most) ** 2) <= num_entries)
 
     wants = f"at most {num_entries}, the entries of qq_bias, as the sum of the squared query rows of each sequence"
-    yield Condition(name=name, arrays=(bounds, *counts), holds=holds, wants=wants)
+    yield Condition(name=name, arrays=(bounds, *counts), holds=tables_fit, wants=wants)
 
 
 def slot_conditions(indices: Any, bounds: Any, states: Any, name: str = "state_indices") -> Iterable[Condition]:
@@ -284,13 +288,13 @@ def slot_conditions(indices: Any, bounds: Any, states: Any, name: str = "state_i
         return
     count = states.shape[0]
 
-    def holds(xp: Any, index: Any, ends: Any) -> Any:
-        stored = (ends[1:] > ends[:-1]) & (index >= 0) & (index < count)
-        ordered = xp.sort(xp.where(stored, index, -1))
+    def slots_differ(xp: Any, slot_indices: Any, cumulative_lengths: Any) -> Any:
+        stored = (cumulative_lengths[1:] > cumulative_lengths[:-1]) & (slot_indices >= 0) & (slot_indices < count)
+        ordered = xp.sort(xp.where(stored, slot_indices, -1))
         return xp.all((ordered[1:] != ordered[:-1]) | (ordered[1:] < 0))
 
     wants = "different slots for sequences that have tokens"
-    yield Condition(name=name, arrays=(indices, bounds), holds=holds, wants=wants)
+    yield Condition(name=name, arrays=(indices, bounds), holds=slots_differ, wants=wants)
 
 
 def group_size_conditions(sizes: Any, rows: int, array: str) -> Iterable[Condition]:
@@ -314,14 +318,16 @@ def same_pairs_condition(indices: Any, inverse: Any) -> Iterable[Condition]:
         return
     rows, count = inverse.shape[0], indices.shape[0] * indices.shape[1]
 
-    def holds(xp: Any, pairs: Any, named: Any) -> Any:
-        named, owner = named.reshape(-1), xp.broadcast_to(xp.arange(rows)[:, None], pairs.shape).reshape(-1)
+    def pairs_match(xp: Any, pairs: Any, named_rows: Any) -> Any:
+        named_rows, owner = named_rows.reshape(-1), xp.broadcast_to(xp.arange(rows)[:, None], pairs.shape).reshape(-1)
         pairs = pairs.reshape(-1)
         listed = (pairs >= 0) & (pairs < count)
-        right = xp.where(listed, named[xp.where(listed, pairs, 0)] == owner, True) if count else ~listed
+        right = xp.where(listed, named_rows[xp.where(listed, pairs, 0)] == owner, True) if count else ~listed
         ordered = xp.sort(xp.where(listed, pairs, -1))
         once = (ordered[1:] != ordered[:-1]) | (ordered[1:] < 0)
-        return xp.all(right) & xp.all(once) & (xp.sum(listed) == xp.sum((named >= 0) & (named < rows)))
+        return xp.all(right) & xp.all(once) & (xp.sum(listed) == xp.sum((named_rows >= 0) & (named_rows < rows)))
 
     wants = "every pair of indices that names a row, once, in that row"
-    yield Condition(name="inverse", arrays=(inverse, indices), holds=holds, wants=wants, is_checked_by_record=True)
+    yield Condition(
+        name="inverse", arrays=(inverse, indices), holds=pairs_match, wants=wants, is_checked_by_record=True
+    )

@@ -77,14 +77,14 @@ def accept_mask_value(name: str, value: Any) -> float | None:
     return None
 
 
-def as_count(name: str, value: Any, least: int = 1) -> int | None:
-    """Returns a Python int of at least `least`, or None.
+def as_count(name: str, value: Any, minimum: int = 1) -> int | None:
+    """Returns a Python int of at least `minimum`, or None.
 
     Raises:
-        ValueError: The value is neither None nor an int of at least `least`.
+        ValueError: The value is neither None nor an int of at least `minimum`.
     """
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-        raise ValueError(f"{name}: got {got(value)}, wants an int >= {least}, or None")
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < minimum):
+        raise ValueError(f"{name}: got {got(value)}, wants an int >= {minimum}, or None")
     return value
 
 

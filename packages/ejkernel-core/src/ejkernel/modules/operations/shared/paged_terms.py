@@ -67,7 +67,7 @@ CANONICAL_VALUE_FUNCTIONS: dict[str, Callable[[str, Any], Any]] = {
     "causal": as_flag,
     "optimized": as_flag,
     "inline_seq_dim": as_flag,
-    "seq_threshold_3d": functools.partial(as_count, least=0),
+    "seq_threshold_3d": functools.partial(as_count, minimum=0),
     "num_par_softmax_segments": as_count,
     "num_kv_splits": as_count,
     "max_context_len": as_count,
@@ -135,14 +135,16 @@ def qq_bias_axes(args: Any) -> dict[str, str]:
     return {} if letters is None else {"qq_bias": letters}
 
 
-def packed_sequence_conditions(args: Any, rows: int, page_size: int, live: str | None = None) -> Iterable[Condition]:
+def packed_sequence_conditions(
+    args: Any, rows: int, page_size: int, live_argument: str | None = None
+) -> Iterable[Condition]:
     """Yields what lengths, starts, tables, counts and the shared prefix of packed sequences have to satisfy.
 
     Args:
         args: The argument record, with `kv_lens`, `query_start_loc` and `block_tables`.
         rows: Query rows.
         page_size: Slots of a page.
-        live: The argument that says how many of the sequences are live; None for all.
+        live_argument: The argument that says how many of the sequences are live; None for all.
     """
     batch = PagedBatch(
         lengths=("kv_lens", args.kv_lens),
@@ -150,7 +152,7 @@ def packed_sequence_conditions(args: Any, rows: int, page_size: int, live: str |
         tables=("block_tables", args.block_tables),
         rows=rows,
         page_size=page_size,
-        num_live=None if live is None else (live, getattr(args, live)),
+        num_live=None if live_argument is None else (live_argument, getattr(args, live_argument)),
     )
     yield from paged_batch_conditions(batch)
     tables, sequences = getattr(batch.tables[1], "shape", ()), max(1, *getattr(batch.lengths[1], "shape", ()))

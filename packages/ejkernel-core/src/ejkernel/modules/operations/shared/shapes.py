@@ -111,14 +111,14 @@ def check_cumulative_lengths(name: str, lengths: Any, rows: int, size: int) -> N
 
 
 def as_number(
-    name: str, value: Any, *, least: float = -math.inf, greater_than: float = -math.inf, less_than: float = math.inf
+    name: str, value: Any, *, minimum: float = -math.inf, greater_than: float = -math.inf, less_than: float = math.inf
 ) -> float:
     """Returns a finite Python number as float.
 
     Args:
         name: Argument name for the message.
         value: The argument's value.
-        least: Smallest accepted value.
+        minimum: Smallest accepted value.
         greater_than: Open lower bound.
         less_than: Open upper bound.
 
@@ -128,26 +128,26 @@ def as_number(
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise ValueError(f"{name}: got {got(value)}, wants a Python number")
     number = float(value)
-    if not (math.isfinite(number) and number >= least and greater_than < number < less_than):
-        bounds = {">=": least, ">": greater_than, "<": less_than}
+    if not (math.isfinite(number) and number >= minimum and greater_than < number < less_than):
+        bounds = {">=": minimum, ">": greater_than, "<": less_than}
         limits = [f"{sign} {bound:g}" for sign, bound in bounds.items() if math.isfinite(bound)]
         raise ValueError(f"{name}: got {value}, wants a finite number {' and '.join(limits)}".rstrip())
     return number
 
 
-def as_count(name: str, value: Any, least: int = 0) -> int:
+def as_count(name: str, value: Any, minimum: int = 0) -> int:
     """Returns a Python integer.
 
     Args:
         name: Argument name for the message.
         value: The argument's value.
-        least: Smallest accepted value.
+        minimum: Smallest accepted value.
 
     Raises:
-        ValueError: The value is not an integer, or is smaller than `least`.
+        ValueError: The value is not an integer, or is smaller than `minimum`.
     """
-    if not is_int(value) or value < least:
-        raise ValueError(f"{name}: got {got(value)}, wants an int of at least {least}, fixed when the call is traced")
+    if not is_int(value) or value < minimum:
+        raise ValueError(f"{name}: got {got(value)}, wants an int of at least {minimum}, fixed when the call is traced")
     return int(value)
 
 
@@ -192,7 +192,7 @@ def as_chunk_size(name: str, size: Any) -> int | None:
     Raises:
         ValueError: The size is neither None nor an int of at least 1.
     """
-    return None if size is None else limit_or_none(as_count(name, size, least=1))
+    return None if size is None else limit_or_none(as_count(name, size, minimum=1))
 
 
 def as_precision(name: str, value: Any) -> lax.Precision | None:
