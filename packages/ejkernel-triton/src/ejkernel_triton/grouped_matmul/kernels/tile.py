@@ -18,7 +18,8 @@ def to_operand_dtype(x, spec: tl.constexpr):
     if x.dtype.primitive_bitwidth == 8:
         # Triton's interpreter converts integers to the bits of bfloat16.
         x = x.to(tl.float32)
-    return convert_to_dtype(x, spec.OPERAND_DTYPE)
+    DTYPE: tl.constexpr = spec.OPERAND_DTYPE  # Triton 3.6 takes no field of a string as an argument
+    return convert_to_dtype(x, DTYPE)
 
 
 @triton.jit

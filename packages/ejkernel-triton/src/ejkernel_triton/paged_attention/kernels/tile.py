@@ -43,13 +43,15 @@ def round_to_compute_dtype(x, spec: tl.constexpr):
 @triton.jit
 def to_qk_dtype(x, spec: tl.constexpr):
     """Returns a tile of queries or keys, converted to the dtype in which queries and keys are multiplied."""
-    return convert_to_dtype(round_to_compute_dtype(x, spec), spec.QK_DTYPE)
+    DTYPE: tl.constexpr = spec.QK_DTYPE  # Triton 3.6 takes no field of a string as an argument
+    return convert_to_dtype(round_to_compute_dtype(x, spec), DTYPE)
 
 
 @triton.jit
 def to_pv_dtype(x, spec: tl.constexpr):
     """Returns a tile of values, converted to the dtype in which weights and values are multiplied."""
-    return convert_to_dtype(round_to_compute_dtype(x, spec), spec.PV_DTYPE)
+    DTYPE: tl.constexpr = spec.PV_DTYPE  # Triton 3.6 takes no field of a string as an argument
+    return convert_to_dtype(round_to_compute_dtype(x, spec), DTYPE)
 
 
 @triton.jit
