@@ -78,13 +78,7 @@ def make_work_list(record: PagedAttention, spec: PagedSpec, row_positions: jax.A
         "num_tokens": tokens,
         # Positions of rows are then relative to the sequence.
         "first_position": position if row_positions is None else jnp.zeros_like(position),
-        "first_key": low,
-        "end_key": high,
-        "first_page": low // spec.cache_layout.slots_per_page,
-        "end_page": cdiv(high, spec.cache_layout.slots_per_page),
-        "first_block": low // spec.block_kv,
-        # At least one block: an item without keys has an output too, which is written after its loop.
-        "end_block": jnp.maximum(cdiv(high, spec.block_kv), low // spec.block_kv + 1),
+        **_key_range_fields(spec, low, high),
         "missing_pages": _has_missing_pages(tables, spec, sequence, low, high),
         "first_token": starts[sequence],
         # The first item of each sequence writes all of the sequence's new tokens.
@@ -105,6 +99,19 @@ def make_work_list(record: PagedAttention, spec: PagedSpec, row_positions: jax.A
         context_lengths=record.kv_lens.astype(jnp.int32) - lengths if spec.reads_context_lengths else None,
         **_token_fields(record, spec, starts, base, first_item),
     )
+
+
+def _key_range_fields(spec: PagedSpec, low: jax.Array, high: jax.Array) -> dict[str, jax.Array]:
+    """Returns the fields of work items that follow from their first key and the end of their keys."""
+    return {
+        "first_key": low,
+        "end_key": high,
+        "first_page": low // spec.cache_layout.slots_per_page,
+        "end_page": cdiv(high, spec.cache_layout.slots_per_page),
+        "first_block": low // spec.block_kv,
+        # At least one block: an item without keys has an output too, which is written after its loop.
+        "end_block": jnp.maximum(cdiv(high, spec.block_kv), low // spec.block_kv + 1),
+    }
 
 
 def _token_fields(

@@ -235,17 +235,12 @@ def make_spec(
     heads_per_product = (
         cache.kv_heads_per_group if _has_single_token_tiles(record, sizes) and heads_share_products(record) else 1
     )
+    head_dim, value_dim = _head_dims(record, cache)
     return PagedSpec(
         heads_per_product=heads_per_product,
         kv_heads=heads // heads_per_product,
-        head_dim=cache.elements_per_row + cache.rotary_dim
-        if cache.key_and_value_share_lanes or cache.is_latent
-        else record.query.shape[-1],
-        value_dim=cache.elements_per_row
-        if cache.key_and_value_share_lanes
-        else record.latent[1]
-        if record.latent
-        else paged_cache.value_head_dim(record),
+        head_dim=head_dim,
+        value_dim=value_dim,
         **_query_row_fields(record, sizes, heads_per_product),
         **_key_block_fields(record, sizes, cache, heads_per_product),
         **_pipeline_fields(heads_per_product),
@@ -268,6 +263,14 @@ def make_spec(
         value_scale=record.value_scale,
         num_cores=sizes.parts,
     )
+
+
+def _head_dims(record: PagedAttention, cache: CacheLayout) -> tuple[int, int]:
+    """Returns the columns of keys and of values, as the kernel multiplies them."""
+    if cache.key_and_value_share_lanes:
+        return cache.elements_per_row + cache.rotary_dim, cache.elements_per_row
+    value_dim = record.latent[1] if record.latent else paged_cache.value_head_dim(record)
+    return cache.elements_per_row + cache.rotary_dim if cache.is_latent else record.query.shape[-1], value_dim
 
 
 def _has_single_token_tiles(record: PagedAttention, sizes: PagedTiles) -> bool:
