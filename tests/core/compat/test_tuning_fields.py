@@ -17,7 +17,7 @@ from ejkernel.modules import (
 from ejkernel.modules.operations import configs
 from ejkernel.ops.call import call, decide
 from ejkernel.ops.device import DeviceInfo
-from ejkernel.ops.params import BaseOperationConfig, set_leaf_fields
+from ejkernel.ops.params import BaseOperationConfig, specified_leaf_fields
 from ejkernel.ops.plugins import registry
 
 OPS = sorted(name for name, op in registry().ops.items() if op.function.__module__.startswith("ejkernel."))
@@ -82,7 +82,10 @@ def pairs(name: str) -> list[tuple[str, BaseOperationConfig]]:
     alone = [config(**{field: value}) for field, value in fields(config)]
     parts = [(cfg.part("forward") or cfg.part("backward"), cfg) for cfg in alone]
     return [
-        (leaf, cfg) for part, cfg in parts for leaf in set_leaf_fields(part) if leaf not in config.call_argument_fields
+        (leaf, cfg)
+        for part, cfg in parts
+        for leaf in specified_leaf_fields(part)
+        if leaf not in config.call_argument_fields
     ]
 
 

@@ -79,7 +79,7 @@ def _canonicalise(params: FwdParams | BwdParams) -> None:
         object.__setattr__(params, field.name, operator.index(value))
 
 
-def set_leaf_fields(part: Any, prefix: str = "") -> dict[str, Any]:
+def specified_leaf_fields(part: Any, prefix: str = "") -> dict[str, Any]:
     """Returns the fields of a configuration part that are set; those of a field that has fields of its
     own with a dot.
     """
@@ -87,7 +87,7 @@ def set_leaf_fields(part: Any, prefix: str = "") -> dict[str, Any]:
     for field in dataclasses.fields(part):
         name, value = f"{prefix}{field.name}", getattr(part, field.name)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            values |= set_leaf_fields(value, f"{name}.")
+            values |= specified_leaf_fields(value, f"{name}.")
         elif value is not None:
             values[name] = value
     return values
@@ -95,7 +95,7 @@ def set_leaf_fields(part: Any, prefix: str = "") -> dict[str, Any]:
 
 def set_fields_as_text(part: Any) -> str:
     """Returns the fields of a configuration part that are set: `q_blocksize=128, kv_blocksize=64`."""
-    return ", ".join(f"{name}={value}" for name, value in set_leaf_fields(part).items()) or "nothing"
+    return ", ".join(f"{name}={value}" for name, value in specified_leaf_fields(part).items()) or "nothing"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from ejkernel.ops.device import DeviceInfo
-from ejkernel.ops.params import BaseOperationConfig, BwdParams, Direction, FwdParams, set_leaf_fields
+from ejkernel.ops.params import BaseOperationConfig, BwdParams, Direction, FwdParams, specified_leaf_fields
 
 PUBLIC_CONFIG_TYPES = (FwdParams, BwdParams, BaseOperationConfig)
 """The public configuration classes. A kernel may use one of these classes as its own configuration type."""
@@ -101,7 +101,7 @@ class ConfigSpace:
         """Returns a part that a rule made, with the fields replaced that another part sets, public or the
         kernel's own.
         """
-        settings = set_leaf_fields(part)
+        settings = specified_leaf_fields(part)
         if not self.is_kernel_type(part, direction):
             public = self._public_fields(direction)
             settings = {field: value for name, value in settings.items() for field in public.get(name, ())}
@@ -117,9 +117,9 @@ class ConfigSpace:
         if self.is_kernel_type(part, direction):
             return []
         if not isinstance(part, BaseOperationConfig):
-            return sorted(set_leaf_fields(part).keys() - self.readable_public_fields(direction))
+            return sorted(specified_leaf_fields(part).keys() - self.readable_public_fields(direction))
         return sorted(
-            set_leaf_fields(part).keys()
+            specified_leaf_fields(part).keys()
             - part.call_argument_fields
             - self.readable_public_fields("forward")
             - self.readable_public_fields("backward")
@@ -147,7 +147,7 @@ class ConfigSpace:
             return part
         public_type = config.part_types.get(direction, config)
         has = {field.name for field in dataclasses.fields(public_type)}
-        values, shown, expressed = set_leaf_fields(part), dict[str, Any](), set[str]()
+        values, shown, expressed = specified_leaf_fields(part), dict[str, Any](), set[str]()
         for name, fields in self._public_fields(direction).items():
             choices = {values[field] for field in fields if field in values}
             if name in has and len(choices) == 1 and not expressed.issuperset(fields):
