@@ -11,7 +11,13 @@ from ejkernel.ops.device import current_device
 from ejkernel_pallas.tpu.generations import is_v7x
 from ejkernel_pallas.tpu.mosaic.paged_layout import MEMORY_TILE_ROWS, stores_tokens_along_lanes
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
-from ejkernel_pallas.tpu.paged_attention.spec import KEYS_PER_CHUNK, PREFETCHED_BLOCKS, PagedTiles, heads_share_products
+from ejkernel_pallas.tpu.paged_attention.spec import (
+    KEYS_PER_CHUNK,
+    PREFETCHED_BLOCKS,
+    PagedTiles,
+    heads_share_products,
+    pair_bias_columns,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +89,8 @@ def candidates(record: PagedAttention, device: Any, direction: Any) -> tuple[Tpu
 def default_tile_tokens(record: PagedAttention) -> int:
     """Returns query tokens per tile by default: 1 for decode, where no sequence needs more.
 
-    The average length of a mixed batch says nothing: one sequence may have nearly all of its tokens.
+    The average length of a mixed batch says nothing: one sequence may have nearly all of its tokens. The size of trees
+    of draft tokens does: a tile of one tree needs no mask for the keys before the tree.
     """
     tokens, heads, size = record.query.shape
     if record.query_start is None or tokens <= record.kv_lens.shape[0]:
@@ -92,6 +99,9 @@ def default_tile_tokens(record: PagedAttention) -> int:
     most = min(
         MAX_TILE_ROWS * paged_cache.kv_heads(record) // heads, MAX_TILE_ELEMENTS // (heads * max(LANES, size) * words)
     )
+    if record.qq_bias is not None:
+        align = 16 // math.gcd(16, heads // paged_cache.kv_heads(record))
+        most = min(most, cdiv(pair_bias_columns(record), align) * align)
     return max(1, min(most, tokens))
 
 

@@ -302,9 +302,9 @@ def _attend_contiguous_heads(
     refs: PagedRefs, item: WorkItem, buffer_slot: Any, key_chunk: KeyChunk, spec: PagedSpec
 ) -> None:
     """Attends to keys in scratch memory, with as many rows and heads at once as fill the MXU."""
-    size, lookahead = (
-        (spec.masked_product_rows, HEADS_PER_STEP - 1) if key_chunk.needs_mask else (spec.unmasked_product_rows, 0)
-    )
+    size = spec.masked_product_rows if key_chunk.needs_mask else spec.unmasked_product_rows
+    # Products of few rows are too short to hide their latency without others.
+    lookahead = HEADS_PER_STEP - 1 if size == spec.masked_product_rows else 0
     count = divide(item.num_tokens * spec.group_size + size - 1, size)
     heads_per_step = next(n for n in (HEADS_PER_STEP, 2, 1) if spec.kv_heads % n == 0)
     keys, values, get = refs.head_keys, refs.head_values, operator.getitem
