@@ -55,6 +55,26 @@ def test_decays_of_any_strength_have_outputs_and_gradients():
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-4), got, want)
 
 
+@pytest.mark.parametrize("operation", [rwkv6, rwkv7, rwkv7_mul])
+def test_nan_in_padding_reaches_no_gradient(operation):
+    arrays = {"r": R, "w": W, "k": K, "v": V}
+    further = {rwkv6: {}, rwkv7: {"a": K, "b": -K}, rwkv7_mul: {"kk": K, "a": jax.nn.sigmoid(R)}}
+    arrays |= further[operation]
+    packed = {name: x[:1] for name, x in arrays.items()}
+    cu_seqlens = jnp.array([0, 5, 9])
+    is_padding = (jnp.arange(11) >= 9)[None, :, None, None]
+    shared = {"u": U} if operation is rwkv6 else {}
+
+    def loss(packed, shared):
+        output = operation(**packed, **shared, cu_seqlens=cu_seqlens)
+        return jnp.sum(jnp.where(is_padding, 0, jnp.sin(output)))
+
+    filled = {name: jnp.where(is_padding, jnp.nan, x) for name, x in packed.items()}
+    want = jax.grad(loss, argnums=(0, 1))({name: jnp.where(is_padding, 0, x) for name, x in packed.items()}, shared)
+    got = jax.grad(loss, argnums=(0, 1))(filled, shared)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), got, want)
+
+
 def test_rwkv4_of_keys_of_100_does_not_overflow():
     """The largest key of a channel decides, and no gradient overflows."""
     k = 100 * jax.random.normal(jax.random.key(2), (2, 9, 4))

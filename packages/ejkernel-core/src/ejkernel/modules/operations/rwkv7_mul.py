@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
@@ -12,6 +13,7 @@ from ejkernel.modules.operations.shared import rwkv
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.operation import document_options, run_operation
+from ejkernel.planning import packing
 
 
 @document_options
@@ -95,7 +97,12 @@ def validate(args: RWKV7MulArguments) -> None:
 
 def lower(args: RWKV7MulArguments) -> LinearRecurrence:
     """Returns the family's record of a call."""
-    return rwkv.low_rank_record(args, args.kk * args.a, -args.kk)
+    kk, a = args.kk, args.a
+    if args.cu_seqlens is not None:
+        # The gradient of a product multiplies by the other factor, and padding may hold NaN: 0 x NaN is NaN.
+        is_padding = packing.packed_ids(args.cu_seqlens, kk.shape[-3])[0][0, :, None, None] < 0
+        kk, a = (jnp.where(is_padding, 0, x) for x in (kk, a))
+    return rwkv.low_rank_record(args, kk * a, -kk)
 
 
 class RWKV7Mul(Kernel[RWKV7MulConfig, Array]):
