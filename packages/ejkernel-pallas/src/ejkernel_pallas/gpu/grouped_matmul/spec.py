@@ -41,7 +41,6 @@ SWIZZLED_ROW_BYTES = 128
 BLOCK_M = CONSUMER_WARPGROUPS * WGMMA_M
 """Rows per tile: 64 for each consumer warpgroup."""
 
-
 FP8_OPERAND_DTYPE = "float8_e4m3fn"
 """The dtype of rows and matrices."""
 FP8_CONTRACTED_PER_STEP = SWIZZLED_ROW_BYTES
