@@ -106,7 +106,7 @@ class PinnedPlan(CallPlan):
 
     implementation: str
 
-    def pick(self, record: Any, direction: Direction, grad_fields: frozenset[str] = NONE) -> Choice:
+    def choose_implementation(self, record: Any, direction: Direction, grad_fields: frozenset[str] = NONE) -> Choice:
         """Returns the implementation, or its refusal."""
         choice = super().choose_implementation(record, direction, grad_fields)
         found = next(v for v in choice.verdicts if v.implementation.name == self.implementation)
