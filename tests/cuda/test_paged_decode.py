@@ -127,7 +127,7 @@ def test_blocks_fill_the_chip(shape, device, expected):
     assert count >= config.MIN_BUSY_BLOCK_FRACTION * rule.num_thread_blocks
 
 
-def test_thread_blocks_and_queues_are_clamped_to_the_record():
+def test_thread_blocks_and_queues_are_raised_and_lowered_to_fit_the_record():
     given = record(kv_heads=8)
     assert config.thread_blocks_and_queues(given, config.PagedDecodeGrid(num_thread_blocks=30, num_work_queues=5)) == (
         28,

@@ -298,7 +298,7 @@ def test_hopper_kernels_use_wgmma():
             assert "wgmma" in ahead.compile_for_chip(call, "sm_90").assembly, call.kernel.__name__
 
 
-def test_few_rows_and_heads_are_scanned_in_segments():
+def test_heuristics_choose_segments_for_few_rows_and_heads():
     record, delta_rule = record_of("heads", jnp.bfloat16), delta_record("channels")
     assert chunked_config.heuristic(record, H200, "forward").segments == 1
     assert delta_config.heuristic(delta_rule, H200, "forward").segments == 1

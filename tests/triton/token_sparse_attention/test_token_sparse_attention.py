@@ -41,7 +41,7 @@ def test_awkward_sizes_in_the_interpreter():
     ("head_dim", "columns"),
     [(576, (512, 64)), (128, (128, 0)), (192, (128, 64)), (48, (32, 16)), (20, (32, 0)), (1, (16, 0))],
 )
-def test_a_row_has_two_tiles_where_they_have_fewer_columns_than_one(head_dim, columns):
+def test_a_head_dim_is_cut_into_two_powers_of_two_where_one_would_pad_more(head_dim, columns):
     assert key_tile_columns(head_dim) == columns
 
 

@@ -277,7 +277,7 @@ def check_quantized(
             f"{names[1]}: got shape {tuple(scales.shape)}, wants {wants} for {names[0]} of shape "
             f"{tuple(packed.shape)}, {quantized_format.bits} bits and groups of {quantized_format.group_size}"
         )
-    _check_tensor_scale(tensor_scale, packed.shape[:-2], quantized_format, names[3])
+    _check_scale_per_matrix(tensor_scale, packed.shape[:-2], quantized_format, names[3])
     if (zeros is None) != (quantized_format.mode != "affine"):
         wants = "zeros of the scales' shape" if quantized_format.mode == "affine" else "None"
         raise ValueError(
@@ -297,7 +297,7 @@ def _float8_scale_dtypes(quantized_format: Format) -> tuple[str, ...]:
     return ("float8_e4m3fn",) if quantized_format.has_tensor_scale else ()
 
 
-def _check_tensor_scale(tensor_scale: Any, shape: tuple[int, ...], quantized_format: Format, name: str) -> None:
+def _check_scale_per_matrix(tensor_scale: Any, shape: tuple[int, ...], quantized_format: Format, name: str) -> None:
     if tensor_scale is None:
         return
     if not quantized_format.has_tensor_scale:

@@ -199,7 +199,7 @@ def test_t32_both_layouts_of_head_size_64_agree(dtype, kv_heads):
     assert np.all(heads[4] == 1)
 
 
-def test_t32_a_cache_of_both_layouts_is_an_error_that_names_the_argument():
+def test_t32_a_cache_whose_shape_fits_two_layouts_needs_kv_layout():
     # bfloat16 and one KV head: [P, S, 1, 2, 128] is either.
     queries, tokens = jnp.ones((2, 2, 64), jnp.bfloat16), jnp.ones((2, 1, 64), jnp.bfloat16)
     cache = jnp.zeros((3, 4, 1, 2, 128), jnp.bfloat16)

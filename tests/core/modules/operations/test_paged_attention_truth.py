@@ -45,7 +45,7 @@ def check(op, paged, *, reference=False, **options):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_calls_without_options_match_the_formula_at_any_lengths(op):
+def test_calls_without_options_match_the_formula_for_empty_short_and_long_sequences(op):
     check(op, Paged(batch_for(op), dtype=jnp.float64))
 
 

@@ -160,7 +160,7 @@ def test_t23_differentiation_uses_the_scale_of_the_call():
     close(recurrent_attention(QUERY, KEY, VALUE, GATE), explicit)
 
 
-def test_t23_grouped_heads_are_repeated_heads():
+def test_t23_fewer_key_and_value_heads_equal_repeated_heads():
     def repeated(x):
         return jnp.repeat(x, H // G, axis=2)
 

@@ -60,7 +60,7 @@ def test_copies_to_the_next_device_are_counted_and_waited_for(target):
         == kernel.simulation.copied_bytes_by_kind["ici_to_hbm"]
         == part
     )
-    assert kernel.simulation.sent_bytes == part
+    assert kernel.simulation.bytes_sent_to_devices == part
     assert kernel.link_seconds == part / CHIPS[target].link_bandwidth
     assert kernel.link_seconds < kernel.simulation.waited_cycles / CHIPS[target].clock_hz < kernel.seconds
 

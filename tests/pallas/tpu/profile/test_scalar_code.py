@@ -37,7 +37,7 @@ def test_general_copies_count_their_memories_and_devices(device, copied):
     waits = ("{ %11 = dma.done.wait [#allocation4 + $0x1], 16 }", "{ %12 = dma.done.wait [#allocation3], 16 }")
     found = run(f"{{ %s5_s5 = smov {device} }}", *(semaphores if device else local), GENERAL, *waits)
     assert found.copied_bytes_by_kind == copied
-    assert found.sent_bytes == copied.get("hbm_to_ici", 0)
+    assert found.bytes_sent_to_devices == copied.get("hbm_to_ici", 0)
     assert found.waited_cycles > 400
 
 

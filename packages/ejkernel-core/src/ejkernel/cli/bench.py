@@ -231,7 +231,7 @@ def _time_programs(call: Call, timing_options: TimingOptions, out: Console) -> l
         runs = [one.run for one in prepared if one.run is not None]
         times = iter(
             interleaved_samples(
-                runs, timing_options.repeat, is_warmed_up=True, after_round=functools.partial(step, "time")
+                runs, timing_options.repeat, is_already_warm=True, after_round=functools.partial(step, "time")
             )
         )
     return [one.timing if one.run is None else _with_times(one.timing, next(times)) for one in prepared]

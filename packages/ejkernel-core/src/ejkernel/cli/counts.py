@@ -100,7 +100,7 @@ def _recurrence_flops(record: Any) -> tuple[float, str]:
     return steps * tokens * heads * state, text
 
 
-def _convolution_flops(record: Any) -> tuple[float, str]:
+def _convolution_flops_and_formula(record: Any) -> tuple[float, str]:
     return 2.0 * math.prod(record.x.shape) * record.weight.shape[-1], "2 * width per element"
 
 
@@ -109,6 +109,6 @@ _FLOPS_BY_FAMILY: dict[str, Callable[[Any], tuple[float | None, str]]] = {
     "ring_attention": _attention_flops,
     "grouped_matmul": _grouped_matmul_flops,
     "linear_recurrence": _recurrence_flops,
-    "causal_convolution": _convolution_flops,
+    "causal_convolution": _convolution_flops_and_formula,
 }
 _BACKWARD_FLOPS_FACTORS = {"tiled_attention": (2.5, "2.5"), "ring_attention": (2.5, "2.5")}

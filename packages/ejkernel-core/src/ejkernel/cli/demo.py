@@ -129,7 +129,7 @@ def _check_result(out: Console, got: dict[str, jax.Array], expected: dict[str, j
 def _compare_times(out: Console, compiled_functions: list[tuple[str, Any]], inputs: tuple[jax.Array, ...]) -> None:
     print_unmarked_text(out, "4. Time and memory of the forward and backward pass", "bold")
     times = interleaved_medians(
-        [functools.partial(compiled, *inputs) for _, compiled in compiled_functions], REPEATS, is_warmed_up=True
+        [functools.partial(compiled, *inputs) for _, compiled in compiled_functions], REPEATS, is_already_warm=True
     )
     rows = [
         (name, format_milliseconds(seconds), format_megabytes(temporary_bytes(compiled)))

@@ -8,22 +8,24 @@ from typing import Any
 import jax
 
 
-def interleaved_medians(calls: Sequence[Callable[[], Any]], repeats: int, *, is_warmed_up: bool = False) -> list[float]:
+def interleaved_medians(
+    calls: Sequence[Callable[[], Any]], repeats: int, *, is_already_warm: bool = False
+) -> list[float]:
     """Returns the median seconds of each call; the calls are timed interleaved.
 
     Args:
         calls: What to time; each returns its arrays.
         repeats: Timed runs of each.
-        is_warmed_up: Whether they have run before; otherwise they do once, untimed.
+        is_already_warm: Whether they have run before; otherwise they do once, untimed.
     """
-    return [statistics.median(times) for times in interleaved_samples(calls, repeats, is_warmed_up=is_warmed_up)]
+    return [statistics.median(times) for times in interleaved_samples(calls, repeats, is_already_warm=is_already_warm)]
 
 
 def interleaved_samples(
     calls: Sequence[Callable[[], Any]],
     repeats: int,
     *,
-    is_warmed_up: bool = False,
+    is_already_warm: bool = False,
     after_round: Callable[[], None] | None = None,
 ) -> list[list[float]]:
     """Returns the seconds of every run of each call.
@@ -31,7 +33,7 @@ def interleaved_samples(
     Arguments are as in `interleaved_medians`, and what to call after each round.
     """
     times: list[list[float]] = [[] for _ in calls]
-    for call in () if is_warmed_up else calls:
+    for call in () if is_already_warm else calls:
         jax.block_until_ready(call())
     for _ in range(repeats):
         for call, record in zip(calls, times, strict=True):

@@ -212,7 +212,7 @@ def _foreign_config(
     return (f"cfg: {foreign}",) if foreign else ()
 
 
-def require_handles(choice: Choice, pullback_field: str) -> Choice:
+def refuse_backward_without_handles(choice: Choice, pullback_field: str) -> Choice:
     """Returns a choice among the backward passes that honour a piece of the `Pullback`, such as `lse_cotangent`."""
     verdicts = [
         v

@@ -19,7 +19,7 @@ from ejkernel.errors import NoImplementationError
 from ejkernel.ops.config.chain import ConfigSelectorChain, Request
 from ejkernel.ops.config.policy import effective_policy
 from ejkernel.ops.device import DeviceInfo
-from ejkernel.ops.dispatch import Choice, choose, require_handles
+from ejkernel.ops.dispatch import Choice, choose, refuse_backward_without_handles
 from ejkernel.ops.model import Op
 from ejkernel.ops.pairs import choose_pair
 from ejkernel.ops.params import BaseOperationConfig, Direction
@@ -63,7 +63,11 @@ class CallPlan:
     ) -> Choice:
         """Chooses an implementation."""
         choice = choose(self.op, record, self.device, self.platform, direction, grad_fields, self.cfg)
-        return require_handles(choice, "lse_cotangent") if self.returns_lse and direction == "backward" else choice
+        return (
+            refuse_backward_without_handles(choice, "lse_cotangent")
+            if self.returns_lse and direction == "backward"
+            else choice
+        )
 
     def choose(self, record: Any, direction: Direction, grad_fields: frozenset[str] = frozenset()) -> Choice:
         """Chooses an implementation and, if one serves the call, its configuration."""

@@ -48,7 +48,7 @@ def slot_owners(indices: Any, cu_seqlens: Any, slots: int) -> np.ndarray:
     return owners
 
 
-def same_owner(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+def common_owner_or_shared(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     """Returns the owner of pairs where both have the same one, `SHARED` elsewhere; the arrays broadcast."""
     return np.where(one == other, one, SHARED)
 

@@ -171,14 +171,14 @@ def _as_jax_ids(name: str, ids: Any) -> jax.Array:
 
 
 def _check_ids_not_sharded(name: str, ids: Any) -> None:
-    if isinstance(ids, Tracer) and not fits_int32(ids.dtype) and _has_manual_axes():
+    if isinstance(ids, Tracer) and not fits_int32(ids.dtype) and _is_inside_shard_map():
         raise ValueError(
             f"{name}: got {ids.dtype} in shard_map, wants int32: shards cannot be renumbered alike; make the MaskInfo "
             "outside of shard_map, or cast ids that int32 holds"
         )
 
 
-def _has_manual_axes() -> bool:
+def _is_inside_shard_map() -> bool:
     mesh: Any = jax.sharding.get_abstract_mesh()
     return bool(getattr(mesh, "manual_axes", ()))
 

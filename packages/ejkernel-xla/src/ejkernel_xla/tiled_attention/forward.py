@@ -76,7 +76,7 @@ def forward(record: TiledAttention, params: ChunkedSoftmax) -> tuple[jax.Array, 
 def attend(record: TiledAttention, params: ChunkedSoftmax, dtype: Any) -> tuple[jax.Array, SoftmaxResiduals]:
     """Runs `forward` with the output in the passed dtype, so that partial softmaxes stay wide until they are merged."""
     # Inside of `shard_map` a loop's carry has to vary over the mesh axes that its body makes it vary over.
-    state = _compat.as_varying(_initial_results(record, dtype), record)
+    state = _compat.as_varying(_results_without_keys(record, dtype), record)
     if state["output"].size == 0 or record.key.shape[1] == 0:
         return _output_and_residuals(state)
     plan = make_plan(record, params.block_q, params.block_kv)
@@ -168,7 +168,7 @@ def finite(x: jax.Array) -> jax.Array:
     return jnp.where(x == -jnp.inf, 0, x)
 
 
-def _initial_results(record: TiledAttention, output: Any) -> dict[str, jax.Array]:
+def _results_without_keys(record: TiledAttention, output: Any) -> dict[str, jax.Array]:
     """Returns the arrays that query tiles are stored into, with the values of a call without keys."""
     (b, t, h, _), dtype = record.query.shape, accumulator(record)
     sink = jnp.full(h, -jnp.inf, dtype) if record.softmax_aux is None else record.softmax_aux.astype(dtype)

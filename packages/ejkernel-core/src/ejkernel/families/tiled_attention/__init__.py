@@ -27,7 +27,7 @@ from ejkernel.families.tiled_attention.record import (
 )
 from ejkernel.families.tiled_attention.reference import reference, reference_scores
 from ejkernel.families.tiled_attention.scores import apply_soft_cap, round_to_logits_dtype
-from ejkernel.planning.requests import same_owner, segment_owners
+from ejkernel.planning.requests import common_owner_or_shared, segment_owners
 
 __all__ = [
     "DROPOUT_FIELDS",
@@ -74,7 +74,7 @@ def requests(record: Any) -> tuple[dict[str, Any], ...]:
     queries, keys = np.asarray(record.q_segment_ids), np.asarray(record.kv_segment_ids)
     owners = segment_owners(np.concatenate([queries, keys], axis=1))
     queries, keys = owners[:, : queries.shape[1]], owners[:, queries.shape[1] :]
-    return ({"b t": queries, "b s": keys, "b t s": same_owner(queries[:, :, None], keys[:, None])},)
+    return ({"b t": queries, "b s": keys, "b t s": common_owner_or_shared(queries[:, :, None], keys[:, None])},)
 
 
 FAMILY = Family(

@@ -78,7 +78,7 @@ class Simulation:
         return sum(size for kind, size in self.copied_bytes_by_kind.items() if kind.endswith("to_hbm"))
 
     @property
-    def sent_bytes(self) -> int:
+    def bytes_sent_to_devices(self) -> int:
         """Returns the bytes sent to other devices."""
         return sum(size for kind, size in self.copied_bytes_by_kind.items() if kind.endswith(TO_ICI_SUFFIX))
 
@@ -135,7 +135,7 @@ class KernelReport:
     @property
     def link_seconds(self) -> float:
         """Returns the time that copies to another device occupy one link between chips."""
-        return self.simulation.sent_bytes / self.chip.link_bandwidth
+        return self.simulation.bytes_sent_to_devices / self.chip.link_bandwidth
 
     @property
     def seconds(self) -> float:

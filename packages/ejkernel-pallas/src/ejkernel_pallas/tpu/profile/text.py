@@ -67,7 +67,7 @@ def kernel_rows(kernel: KernelReport) -> list[tuple[str, str]]:
 
 
 def _link_rows(kernel: KernelReport) -> Iterable[tuple[str, str]]:
-    sent, rate = kernel.simulation.sent_bytes, kernel.chip.link_bandwidth
+    sent, rate = kernel.simulation.bytes_sent_to_devices, kernel.chip.link_bandwidth
     if sent:
         time = f"{microseconds(kernel.link_seconds)} µs at {rate / 1e9:.0f} GB/s of a link"
         yield "to the next device", f"{sent / 1e6:.4g} MB, {time}"

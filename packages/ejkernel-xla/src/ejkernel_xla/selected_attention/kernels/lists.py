@@ -92,8 +92,8 @@ def arrange_operands(record: SelectedAttention, plan: SelectedPlan) -> Operands:
         )
     return Operands(
         query=group_query_heads(record.query, plan),
-        key=_heads_first_padded(record.key, record.block_size),
-        value=_heads_first_padded(record.value, record.block_size),
+        key=_heads_first_with_padding_rows(record.key, record.block_size),
+        value=_heads_first_with_padding_rows(record.value, record.block_size),
         listed=fill(listed.transpose(0, 2, 1, 3), 2, plan.tiles * plan.queries, plan.num_blocks),
         q_positions=fill(query_positions(record), 1, plan.tiles * plan.queries, 0),
         starts=starts(record),
@@ -120,7 +120,7 @@ def fill(x: jax.Array, axis: int, length: int, value: Any) -> jax.Array:
     return jnp.pad(x, padding, constant_values=value) if missing else x
 
 
-def _heads_first_padded(x: jax.Array, num_padding_rows: int) -> jax.Array:
+def _heads_first_with_padding_rows(x: jax.Array, num_padding_rows: int) -> jax.Array:
     return fill(x.transpose(0, 2, 1, 3), 2, x.shape[1] + num_padding_rows, 0)
 
 

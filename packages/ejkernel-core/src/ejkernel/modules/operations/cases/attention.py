@@ -37,7 +37,7 @@ def _sink_and_soft_cap_arguments(key: jax.Array) -> dict[str, Any]:
     return {"softmax_aux": jax.random.normal(key, (4, 2)), "logits_soft_cap": 1.5, "sliding_window": 5}
 
 
-_CASE_ROWS: tuple[Row[AttentionSizes], ...] = (
+_CASE_TABLE: tuple[Row[AttentionSizes], ...] = (
     ("plain", SQUARE_SIZES, lambda k: {}, (), ()),
     ("one query, head size 60", AttentionSizes(t=1, s=129, g=1, d=60, v=48), lambda k: {}, (), ("awkward",)),
     ("bias of KV heads and mask, empty rows", SMALL_SIZES, _mask_and_bias_arguments, ("bias", "mask"), ("awkward",)),
@@ -76,4 +76,4 @@ _CASE_ROWS: tuple[Row[AttentionSizes], ...] = (
 
 def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return make_cases_of_rows(record_type, qkv, _CASE_ROWS)
+    return make_cases_of_rows(record_type, qkv, _CASE_TABLE)

@@ -56,7 +56,7 @@ def _sink_arguments(key: jax.Array) -> dict[str, Any]:
     return {"softmax_aux": jax.random.normal(key, (4, 2)), "logits_soft_cap": 1.5, "return_lse": True}
 
 
-_CASE_ROWS: tuple[Row[AttentionSizes], ...] = (
+_CASE_TABLE: tuple[Row[AttentionSizes], ...] = (
     ("causal", SQUARE_SIZES, lambda k: {}, ("causal",), ()),
     (
         "one query, head size 60",
@@ -102,7 +102,7 @@ _CASE_ROWS: tuple[Row[AttentionSizes], ...] = (
 
 def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return make_cases_of_rows(record_type, _inputs_with_heads_first, _CASE_ROWS)
+    return make_cases_of_rows(record_type, _inputs_with_heads_first, _CASE_TABLE)
 
 
 def _inputs_with_heads_first(key: jax.Array, sizes: AttentionSizes) -> dict[str, jax.Array]:

@@ -15,7 +15,7 @@ CU_SEQLENS = (0, 1, 1, 30, 33, 60)
 _Row = tuple[str, tuple[int, int, int, int], tuple[str, ...], dict[str, Any], Any, tuple[str, ...], tuple[str, ...]]
 _SILU_ARGUMENTS = {"activation": "silu"}
 _RETURN_STATE_ARGUMENTS = {"return_state": True}
-_CASE_ROWS: tuple[_Row, ...] = (
+_CASE_TABLE: tuple[_Row, ...] = (
     ("plain", (2, 63, 20, 4), (), {}, jnp.float32, (), ()),
     ("layer", (2, 65, 24, 4), ("bias",), _SILU_ARGUMENTS, jnp.float32, ("bias", "activation"), ()),
     (
@@ -72,7 +72,7 @@ _CASE_ROWS: tuple[_Row, ...] = (
 def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
     in_slots = (_slotted_states_case(record_type, packed) for packed in (False, True))
-    return (*(_make_case(record_type, row) for row in _CASE_ROWS), *in_slots, _draft_tree_case(record_type))
+    return (*(_make_case(record_type, row) for row in _CASE_TABLE), *in_slots, _draft_tree_case(record_type))
 
 
 def _draft_tree_case(record_type: type) -> Case:

@@ -13,7 +13,7 @@ from ejkernel.ops.model import Case
 
 _MODEL_SIZES = LatentSizes(t=8192, h=128, g=128, r=512, n=128, rope=64, v=128, dtype=jnp.bfloat16)
 _SMALL_MODEL_SIZES = LatentSizes(t=512, h=8, g=8, r=64, n=32, rope=16, v=32)
-_CASE_ROWS: tuple[Row[LatentSizes], ...] = (
+_CASE_TABLE: tuple[Row[LatentSizes], ...] = (
     ("rotary", LatentSizes(b=2, t=23), lambda k: {"index_topk": 6}, (), ()),
     (
         "no rotary, not causal",
@@ -49,7 +49,7 @@ def make_arrays(key: jax.Array, sizes: LatentSizes) -> dict[str, Any]:
 
 def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return make_cases_of_rows(record_type, make_arrays, _CASE_ROWS)
+    return make_cases_of_rows(record_type, make_arrays, _CASE_TABLE)
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:

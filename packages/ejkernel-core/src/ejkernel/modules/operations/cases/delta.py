@@ -22,7 +22,7 @@ from ejkernel.ops.model import Case
 NUM_SLOTS = 6
 
 
-def _channel_decay_inputs(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, jax.Array]:
+def _beta_channel_decay_and_state(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, jax.Array]:
     """Returns beta, a decay for each key channel, and a state."""
     beta, decay, state = jax.random.split(key, 3)
     fields = gate_maker("beta", "initial_state")(state, sizes)
@@ -91,7 +91,7 @@ _PACKED_ROW: Row = (
 _CHANNEL_DECAY_ROW: Row = (
     "decay of channels, grouped",
     RecurrenceSizes(g=2, v=12),
-    _channel_decay_inputs,
+    _beta_channel_decay_and_state,
     _OPTIONAL_FIELDS,
     (),
 )

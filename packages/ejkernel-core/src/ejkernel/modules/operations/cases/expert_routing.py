@@ -10,7 +10,7 @@ from ejkernel.ops.model import Case
 
 # name, tokens, experts, experts per token, dtype, how far logits are rounded, tags
 _Row = tuple[str, int, int, int, Any, float | None, tuple[str, ...]]
-_CASE_ROWS: tuple[_Row, ...] = (
+_CASE_TABLE: tuple[_Row, ...] = (
     ("eight of forty", 67, 40, 8, jnp.float32, None, ()),
     ("bfloat16", 70, 16, 2, jnp.bfloat16, None, ()),
     ("equal logits", 33, 12, 5, jnp.float32, 1.0, ("awkward",)),
@@ -24,7 +24,7 @@ _CASE_ROWS: tuple[_Row, ...] = (
 def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
     return (
-        *(_make_case(record_type, row) for row in _CASE_ROWS),
+        *(_make_case(record_type, row) for row in _CASE_TABLE),
         *(_scored_case(record_type, *row) for row in _SCORED_CASE_OPTIONS.items()),
     )
 

@@ -134,7 +134,7 @@ LATENT_SIZES = AttentionSizes(b=1, t=140, s=140, h=2, g=1, d=192, v=128, dtype=j
 _SEGMENT_FIELDS = ("q_segment_ids", "kv_segment_ids")
 _POSITION_FIELDS = ("q_positions", "kv_positions")
 
-_CASE_ROWS: tuple[Row[AttentionSizes], ...] = (
+_CASE_TABLE: tuple[Row[AttentionSizes], ...] = (
     ("plain", PLAIN_SIZES, lambda k: {}, (), ()),
     ("one token", AttentionSizes(b=1, t=1, s=1), lambda k: {}, (), ("awkward",)),
     ("one query", AttentionSizes(t=1, s=129), lambda k: {}, (), ("awkward",)),
@@ -372,7 +372,7 @@ _CASE_ROWS: tuple[Row[AttentionSizes], ...] = (
 
 def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return make_cases_of_rows(record_type, qkv, _CASE_ROWS)
+    return make_cases_of_rows(record_type, qkv, _CASE_TABLE)
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:

@@ -69,7 +69,7 @@ UNROTATED_SIZES = LatentSizes(position_form="a", b=2)
 ROTARY_SIZES = LatentSizes()
 SHARED_POSITION_SIZES = LatentSizes(position_form="c", t=30)
 
-_CASE_ROWS: tuple[Row[LatentSizes], ...] = (
+_CASE_TABLE: tuple[Row[LatentSizes], ...] = (
     ("one token", LatentSizes(t=1, h=2, g=1), lambda k: {"causal": True}, (), ("awkward",)),
     (
         "a, window, cap, coarse",
@@ -133,7 +133,7 @@ _CASE_ROWS: tuple[Row[LatentSizes], ...] = (
 
 def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return make_cases_of_rows(record_type, make_arrays, _CASE_ROWS)
+    return make_cases_of_rows(record_type, make_arrays, _CASE_TABLE)
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:

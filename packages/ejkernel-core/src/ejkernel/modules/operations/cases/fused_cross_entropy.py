@@ -48,7 +48,7 @@ def _weight_arguments(key: jax.Array) -> dict[str, Any]:
     return {"weights": jax.random.uniform(keys[0], (3, 12)), "lm_head_bias": jax.random.normal(keys[1], (67,))}
 
 
-_CASE_ROWS: tuple[Row[CrossEntropySizes], ...] = (
+_CASE_TABLE: tuple[Row[CrossEntropySizes], ...] = (
     ("logits, mean", CrossEntropySizes((3, 12), 50), lambda key: {}, ("sum_over_tokens",), ()),
     ("logits, each", CrossEntropySizes((40,), 33), lambda key: {"reduction": "none", "z_loss": 1e-2}, ("z_loss",), ()),
     ("logits, soft", CrossEntropySizes((2, 9), 40), _soft_targets_maker((2, 9), 40), ("soft_targets",), ()),
@@ -102,7 +102,7 @@ _CASE_ROWS: tuple[Row[CrossEntropySizes], ...] = (
 
 def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return make_cases_of_rows(record_type, _make_inputs_of_sizes, _CASE_ROWS)
+    return make_cases_of_rows(record_type, _make_inputs_of_sizes, _CASE_TABLE)
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:

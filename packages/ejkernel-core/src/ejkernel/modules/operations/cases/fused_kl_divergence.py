@@ -30,7 +30,7 @@ def _mask_arguments(key: jax.Array) -> dict[str, Any]:
     return {"attention_mask": jnp.arange(12) < jnp.array([[12], [7], [0]]), "reduction": "none", "direction": "jsd"}
 
 
-_CASE_ROWS: tuple[Row[DivergenceSizes], ...] = (
+_CASE_TABLE: tuple[Row[DivergenceSizes], ...] = (
     ("forward", DivergenceSizes((3, 12), 50), lambda key: {"temperature": 2.0}, (), ()),
     (
         "reverse, weights",
@@ -68,7 +68,7 @@ _CASE_ROWS: tuple[Row[DivergenceSizes], ...] = (
 
 def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return make_cases_of_rows(record_type, _make_inputs_of_sizes, _CASE_ROWS)
+    return make_cases_of_rows(record_type, _make_inputs_of_sizes, _CASE_TABLE)
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:

@@ -16,7 +16,7 @@ from ejkernel.types.arguments import optional_fields
 # name, tokens, rows (None without indices), contracted, columns, rows of each group, dtype, other options, tags
 _Row = tuple[str, int, int | None, int, int, tuple[int, ...], Any, dict[str, Any], tuple[str, ...]]
 _GROUP_SIZES = (40, 0, 33, 1)
-_CASE_ROWS: tuple[_Row, ...] = (
+_CASE_TABLE: tuple[_Row, ...] = (
     ("gathered", 24, 81, 60, 36, _GROUP_SIZES, jnp.float32, {}, ()),
     ("bfloat16", 24, 81, 64, 64, _GROUP_SIZES, jnp.bfloat16, {}, ()),
     ("rows as they are", 70, None, 33, 20, (20, 0, 45), jnp.float32, {"activation": "gelu"}, ("awkward",)),
@@ -43,7 +43,7 @@ _CASE_ROWS: tuple[_Row, ...] = (
 def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
     return (
-        *(_make_case(record_type, row) for row in _CASE_ROWS),
+        *(_make_case(record_type, row) for row in _CASE_TABLE),
         *(_quantised_case(record_type, packed) for packed in (False, True)),
     )
 

@@ -11,7 +11,7 @@ from ejkernel.ops.model import Case
 
 # name, rows, tokens, indices a token, pairs a row, channels, dtypes of rows and weights, whether some name none, tags
 _Row = tuple[str, int, int, int, int, int, Any, Any, bool, tuple[str, ...]]
-_CASE_ROWS: tuple[_Row, ...] = (
+_CASE_TABLE: tuple[_Row, ...] = (
     ("dispatch", 24, 72, 1, 3, 60, jnp.float32, None, False, ()),
     ("combine", 72, 24, 3, 1, 60, jnp.float32, jnp.float32, False, ()),
     ("dropped", 40, 24, 3, 2, 33, jnp.float32, jnp.float32, True, ("awkward",)),
@@ -28,7 +28,7 @@ _CASE_ROWS: tuple[_Row, ...] = (
 
 def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return tuple(_make_case(record_type, row) for row in _CASE_ROWS)
+    return tuple(_make_case(record_type, row) for row in _CASE_TABLE)
 
 
 def _make_case(record_type: type, row: _Row) -> Case:

@@ -74,7 +74,7 @@ EIGHT_BIT_SIZES = GroupedSizes(k=96)
 SCALE_FIELDS = ("lhs_scale", "rhs_scale")
 
 
-_CASE_ROWS: tuple[Row[GroupedSizes], ...] = (
+_CASE_TABLE: tuple[Row[GroupedSizes], ...] = (
     ("plain", PLAIN_SIZES, lambda k: {}, (), ()),
     ("one row", GroupedSizes(m=1, group_sizes=(0, 1, 0)), lambda k: {}, (), ("awkward",)),
     (
@@ -127,7 +127,7 @@ _CASE_ROWS: tuple[Row[GroupedSizes], ...] = (
 
 def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return make_cases_of_rows(record_type, make_base_inputs, _CASE_ROWS)
+    return make_cases_of_rows(record_type, make_base_inputs, _CASE_TABLE)
 
 
 def make_base_inputs(key: jax.Array, sizes: GroupedSizes) -> dict[str, jax.Array]:

@@ -52,7 +52,7 @@ def _rounded_to_quarters(x: jax.Array) -> jax.Array:
 
 LONG_CONTEXT_SIZES = IndexerSizes(b=2, t=21, s=70)
 PACKED_SIZES = IndexerSizes(t=40, s=61)
-_CASE_ROWS: tuple[Row[IndexerSizes], ...] = (
+_CASE_TABLE: tuple[Row[IndexerSizes], ...] = (
     ("causal", IndexerSizes(), lambda k: {"top_k": 7}, (), ()),
     (
         "longer context, bfloat16",
@@ -92,7 +92,7 @@ _CASE_ROWS: tuple[Row[IndexerSizes], ...] = (
 
 def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return make_cases_of_rows(record_type, make_arrays, _CASE_ROWS)
+    return make_cases_of_rows(record_type, make_arrays, _CASE_TABLE)
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:

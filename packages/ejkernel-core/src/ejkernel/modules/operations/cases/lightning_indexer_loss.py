@@ -12,7 +12,7 @@ from ejkernel.ops.model import Case
 
 make_inputs = token_sparse_attention.make_inputs
 
-_CASE_ROWS: tuple[Row[TokenSparseSizes], ...] = (
+_CASE_TABLE: tuple[Row[TokenSparseSizes], ...] = (
     ("grouped heads", TokenSparseSizes(b=2), lambda k: {}, (), ()),
     ("bfloat16", TokenSparseSizes(g=1, h=6, dtype=jnp.bfloat16), lambda k: {}, (), ()),
     (
@@ -38,4 +38,4 @@ def make_arrays(key: jax.Array, sizes: TokenSparseSizes) -> dict[str, Any]:
 
 def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return make_cases_of_rows(record_type, make_arrays, _CASE_ROWS)
+    return make_cases_of_rows(record_type, make_arrays, _CASE_TABLE)

@@ -11,7 +11,7 @@ from ejkernel.ops.model import Case
 
 # name, shape of x, cumulative lengths, chunk size, dtype, optional record fields the case is about, further tags
 _Row = tuple[str, tuple[int, ...], tuple[int, ...] | None, int | None, Any, tuple[str, ...], tuple[str, ...]]
-_CASE_ROWS: tuple[_Row, ...] = (
+_CASE_TABLE: tuple[_Row, ...] = (
     ("rows", (2, 63, 60), None, None, jnp.float32, (), ()),
     ("chunks of heads", (2, 63, 4, 32), None, None, jnp.float32, (), ()),
     ("one token", (1, 1, 2, 16), None, 8, jnp.float32, (), ("awkward",)),
@@ -27,7 +27,7 @@ _CASE_ROWS: tuple[_Row, ...] = (
 
 def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return tuple(_make_case(record_type, row) for row in _CASE_ROWS)
+    return tuple(_make_case(record_type, row) for row in _CASE_TABLE)
 
 
 def _make_case(record_type: type, row: _Row) -> Case:

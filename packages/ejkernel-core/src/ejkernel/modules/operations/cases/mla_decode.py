@@ -36,7 +36,7 @@ def _windowed_arguments(key: jax.Array) -> dict[str, Any]:
     return {"sliding_window": 9, "logits_soft_cap": 1.5, "softmax_aux": sinks, "return_lse": True}
 
 
-_CASE_ROWS: tuple[Row[DecodeSizes], ...] = (
+_CASE_TABLE: tuple[Row[DecodeSizes], ...] = (
     (
         "two caches, lse",
         DecodeSizes(),
@@ -105,7 +105,7 @@ def make_arrays(key: jax.Array, sizes: DecodeSizes) -> dict[str, jax.Array]:
 
 def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return make_cases_of_rows(record_type, make_arrays, _CASE_ROWS)
+    return make_cases_of_rows(record_type, make_arrays, _CASE_TABLE)
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:

@@ -57,7 +57,7 @@ ALL = ("g_cmp", "g_slc", "g_swa")
 GATED_SIZES = NativeSparseSizes(gate_names=ALL)
 SHARED_KV_HEAD_SIZES = NativeSparseSizes(b=2, t=33, h=4, g=1, v=12, gate_names=("g_slc",))
 
-_CASE_ROWS: tuple[Row[NativeSparseSizes], ...] = (
+_CASE_TABLE: tuple[Row[NativeSparseSizes], ...] = (
     ("one token", NativeSparseSizes(t=1), lambda k: {"block_indices": jnp.zeros((1, 1, 2, 1), int)}, (), ("awkward",)),
     (
         "all branches",
@@ -111,7 +111,7 @@ _CASE_ROWS: tuple[Row[NativeSparseSizes], ...] = (
 
 def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return make_cases_of_rows(record_type, make_arrays, _CASE_ROWS)
+    return make_cases_of_rows(record_type, make_arrays, _CASE_TABLE)
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:

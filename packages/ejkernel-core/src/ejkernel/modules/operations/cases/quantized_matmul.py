@@ -28,7 +28,7 @@ class MatmulSizes:
     scale_dtype: str | None = None
 
 
-_CASE_ROWS: tuple[Row[MatmulSizes], ...] = (
+_CASE_TABLE: tuple[Row[MatmulSizes], ...] = (
     ("int4", MatmulSizes(), lambda k: {}, ("zeros",), ()),
     ("int4, transposed", MatmulSizes(transpose=True), lambda k: {}, ("zeros",), ()),
     ("int8", MatmulSizes(bits=8), lambda k: {}, ("zeros",), ()),
@@ -72,7 +72,7 @@ _CASE_ROWS: tuple[Row[MatmulSizes], ...] = (
 
 def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return make_cases_of_rows(record_type, make_base_inputs, _CASE_ROWS)
+    return make_cases_of_rows(record_type, make_base_inputs, _CASE_TABLE)
 
 
 def make_base_inputs(key: jax.Array, sizes: MatmulSizes) -> dict[str, Any]:

@@ -43,7 +43,7 @@ STATE_FIELDS = ("initial_hidden", "initial_cell")
 
 # name, sizes, optional arguments, lengths, further tags; the record fields a case is about are its optional arguments
 _Row = tuple[str, NetworkSizes, tuple[str, ...], tuple[int, ...] | None, tuple[str, ...]]
-_CASE_ROWS: tuple[_Row, ...] = (
+_CASE_TABLE: tuple[_Row, ...] = (
     ("plain", NetworkSizes(), (), None, ()),
     ("one token, states", NetworkSizes(b=1, t=1), STATE_FIELDS, None, ("awkward",)),
     ("lengths, both directions", NetworkSizes(b=3, r=2), BIAS_FIELDS, (20, 0, 7), ("awkward",)),
@@ -63,7 +63,7 @@ _CASE_ROWS: tuple[_Row, ...] = (
 def cases(record_type: type, cell: str) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
     fields = {field.name for field in dataclasses.fields(record_type)}
-    network_cases = [_make_case(record_type, row, cell, fields) for row in _CASE_ROWS]
+    network_cases = [_make_case(record_type, row, cell, fields) for row in _CASE_TABLE]
     if "nonlinearity" not in fields:
         return tuple(network_cases)
     return (

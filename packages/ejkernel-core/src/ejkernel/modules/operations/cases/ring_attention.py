@@ -49,7 +49,7 @@ def _packed_segment_arguments(key: jax.Array) -> dict[str, Any]:
     return {**LSE, "mask_info": info, "softmax_aux": jax.random.normal(key, (4, 2)), **options}
 
 
-_CASE_ROWS: tuple[Row[AttentionSizes], ...] = (
+_CASE_TABLE: tuple[Row[AttentionSizes], ...] = (
     ("causal, one KV head, values wider", AttentionSizes(g=1, v=48), lambda k: {"causal": True}, ("causal",), ()),
     ("window", SQUARE_SIZES, lambda k: {"sliding_window": (9, 3)}, ("sliding_window",), ()),
     (
@@ -83,4 +83,4 @@ _CASE_ROWS: tuple[Row[AttentionSizes], ...] = (
 
 def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return make_cases_of_rows(record_type, qkv, _CASE_ROWS)
+    return make_cases_of_rows(record_type, qkv, _CASE_TABLE)

@@ -9,7 +9,7 @@ from ejkernel.modules.operations.cases.tables import tagged_case
 from ejkernel.ops.model import Case
 
 _STATE_FIELDS = ("initial_state",)
-_CASE_ROWS: tuple[tuple[str, tuple[int, int, int], Any, float, tuple[str, ...], tuple[str, ...]], ...] = (
+_CASE_TABLE: tuple[tuple[str, tuple[int, int, int], Any, float, tuple[str, ...], tuple[str, ...]], ...] = (
     ("rows", (2, 11, 8), jnp.float32, 1.0, (), ()),
     ("state", (2, 7, 12), jnp.float32, 1.0, _STATE_FIELDS, ()),
     ("one token with a state", (3, 1, 5), jnp.float32, 1.0, _STATE_FIELDS, ("awkward",)),
@@ -23,7 +23,7 @@ _CASE_ROWS: tuple[tuple[str, tuple[int, int, int], Any, float, tuple[str, ...], 
 
 def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the cases of `rwkv4`."""
-    return tuple(_make_case(record_type, *row) for row in _CASE_ROWS)
+    return tuple(_make_case(record_type, *row) for row in _CASE_TABLE)
 
 
 def _make_case(

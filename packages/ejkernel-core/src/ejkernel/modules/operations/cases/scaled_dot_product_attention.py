@@ -31,7 +31,7 @@ def _packed_sequence_arguments(key: jax.Array) -> dict[str, Any]:
     return {"cum_seqlens_q": jnp.array([0, 40, 40, 90, 120], jnp.int32), "causal": True}
 
 
-_CASE_ROWS: tuple[Row[AttentionSizes], ...] = (
+_CASE_TABLE: tuple[Row[AttentionSizes], ...] = (
     ("plain", SQUARE_SIZES, lambda k: {}, (), ()),
     ("one query, head size 60", AttentionSizes(t=1, s=129, d=60, v=48), lambda k: {}, (), ("awkward",)),
     ("causal window", SQUARE_SIZES, lambda k: {"causal": True, "sliding_window": 9}, ("causal", "sliding_window"), ()),
@@ -57,4 +57,4 @@ _CASE_ROWS: tuple[Row[AttentionSizes], ...] = (
 
 def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return make_cases_of_rows(record_type, qkv, _CASE_ROWS)
+    return make_cases_of_rows(record_type, qkv, _CASE_TABLE)

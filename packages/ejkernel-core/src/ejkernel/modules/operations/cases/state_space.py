@@ -29,7 +29,7 @@ PACKED_SIZES = StateSpaceSizes(b=1, t=23)
 
 # name, sizes, which optional arrays, static arguments, optional record fields the case is about, further tags
 Row = tuple[str, StateSpaceSizes, tuple[str, ...], dict[str, Any], tuple[str, ...], tuple[str, ...]]
-_CASE_ROWS: tuple[Row, ...] = (
+_CASE_TABLE: tuple[Row, ...] = (
     ("one group", StateSpaceSizes(g=1), (), {}, ("decay", "dt", "skip"), ()),
     (
         "one token with a state",
@@ -94,7 +94,7 @@ _FIELD_OF_ARRAY = {"states": "initial_state", "slots": "initial_state", "starts"
 
 def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return make_cases(record_type, _CASE_ROWS)
+    return make_cases(record_type, _CASE_TABLE)
 
 
 def make_cases(record_type: type, rows: Iterable[Row]) -> tuple[Case, ...]:

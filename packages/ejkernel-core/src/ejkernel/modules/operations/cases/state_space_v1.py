@@ -12,7 +12,7 @@ from ejkernel.ops.model import Case
 
 # name, (rows, tokens, channels, numbers per state), optional arguments, dtype, record fields it is about, further tags
 Row = tuple[str, tuple[int, int, int, int], tuple[str, ...], Any, tuple[str, ...], tuple[str, ...]]
-_CASE_ROWS: tuple[Row, ...] = (
+_CASE_TABLE: tuple[Row, ...] = (
     ("plain", (2, 63, 24, 16), (), jnp.float32, (), ()),
     ("one token", (1, 1, 8, 4), ("initial_state",), jnp.float32, ("initial_state",), ("awkward",)),
     ("three intervals", (1, 129, 20, 5), ("initial_state",), jnp.float32, ("initial_state",), ()),
@@ -30,7 +30,7 @@ _CASE_ROWS: tuple[Row, ...] = (
 
 def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return make_cases(record_type, _CASE_ROWS)
+    return make_cases(record_type, _CASE_TABLE)
 
 
 def make_cases(record_type: type, rows: Iterable[Row]) -> tuple[Case, ...]:

@@ -45,7 +45,7 @@ LATENT_SIZES = TokenSparseSizes(g=1, h=6, values_in_keys=True)
 MODEL_SIZES = TokenSparseSizes(
     t=4096, s=32768, h=128, g=1, d=576, v=512, k=2048, values_in_keys=True, dtype=jnp.bfloat16
 )
-_CASE_ROWS: tuple[Row[TokenSparseSizes], ...] = (
+_CASE_TABLE: tuple[Row[TokenSparseSizes], ...] = (
     ("latent", LATENT_SIZES, lambda k: {}, (), ()),
     (
         "latent, two KV heads, bfloat16",
@@ -78,7 +78,7 @@ _CASE_ROWS: tuple[Row[TokenSparseSizes], ...] = (
 
 def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return make_cases_of_rows(record_type, make_arrays, _CASE_ROWS)
+    return make_cases_of_rows(record_type, make_arrays, _CASE_TABLE)
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:

@@ -31,7 +31,7 @@ from ejkernel_pallas.tpu.paged_attention.kernels.online_softmax import (
     ScoreMask,
     key_offsets_from_context,
     make_score_mask,
-    store_key_mask,
+    store_additive_mask_of_one_token,
     update_softmax,
 )
 from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs
@@ -198,7 +198,7 @@ def _attend_few_rows(
     """
     rows = ProductRows(buffer_slot, 0, spec.smallest_product_rows, block.item.first_position)
     if chunks[0].needs_mask and spec.tokens_per_tile == 1:
-        store_key_mask(refs, block.item, chunks, spec)
+        store_additive_mask_of_one_token(refs, block.item, chunks, spec)
     if chunks[0].has_pair_bias:
         for n, chunk in enumerate(chunks):
             pair_bias.store_row_bias(refs, block.item, chunk, n, spec)

@@ -106,7 +106,7 @@ def init_softmax(refs: PagedRefs, head: Any, count: int) -> None:
     refs.acc[rows] = jnp.zeros((count, refs.acc.shape[2]), jnp.float32)
 
 
-def store_key_mask(refs: PagedRefs, item: WorkItem, chunks: list[KeyChunk], spec: PagedSpec) -> None:
+def store_additive_mask_of_one_token(refs: PagedRefs, item: WorkItem, chunks: list[KeyChunk], spec: PagedSpec) -> None:
     """Stores the additive mask of chunks for an item that has one token: -inf for masked keys."""
 
     def one(n: Any) -> None:

@@ -106,7 +106,7 @@ def _history_rows(token: Any, index: int) -> Any:
     return pl.ds(pl.multiple_of((token * STATE_ELEMENTS_PER_PASS + index) * SUBLANES, SUBLANES), SUBLANES)
 
 
-def _write_or_read_row(spec: ScanSpec, token: ScannedToken, state_element: int) -> Any:
+def _write_or_read_row_slice(spec: ScanSpec, token: ScannedToken, state_element: int) -> Any:
     """Returns the row of `write_in_all_lanes` or `read_in_all_lanes` with B or C of a token and a state element."""
     return pl.ds(token.index * spec.state_size + state_element, 1)
 
@@ -121,7 +121,7 @@ def _recompute_states(refs: ScanRefs, spec: ScanSpec, channel_group: int, state_
         for index, (element, log2_decay, state) in enumerate(zip(state_elements, log2_decays, states, strict=True)):
             state = (
                 jnp.exp2(dt * log2_decay) * state
-                + dt_x * refs.write_in_all_lanes[_write_or_read_row(spec, token, element)]
+                + dt_x * refs.write_in_all_lanes[_write_or_read_row_slice(spec, token, element)]
             )
             refs.state_history[_history_rows(token.index + 1, index)] = state
             after.append(state)
@@ -149,7 +149,7 @@ def _scan_gradients_backwards(refs: ScanRefs, spec: ScanSpec, channel_group: int
         for index, (element, log2_decay, (later_cotangent, decay_gradient)) in enumerate(
             zip(state_elements, log2_decays, carry, strict=True)
         ):
-            row, product = _write_or_read_row(spec, token, element), _history_rows(token.index, index)
+            row, product = _write_or_read_row_slice(spec, token, element), _history_rows(token.index, index)
             gradient = later_cotangent + refs.read_in_all_lanes[row] * cotangent
             read_gradient = refs.state_history[_history_rows(token.index + 1, index)] * cotangent
             write_gradient = gradient * dt_x

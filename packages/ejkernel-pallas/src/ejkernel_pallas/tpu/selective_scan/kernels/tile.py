@@ -267,7 +267,7 @@ def scan_tokens(spec: ScanSpec, body: Any, carry: Any, *, scans_in_reverse: bool
     """Calls `body(token, carry)` for each token of a chunk in order, or in reverse."""
     iterations = CHUNK_TOKENS // spec.unrolled_tokens
 
-    def scan_iteration(iteration: jax.Array, carry: Any) -> Any:
+    def run_unrolled_tokens(iteration: jax.Array, carry: Any) -> Any:
         first_token_of_iteration = (
             iterations - 1 - iteration if scans_in_reverse else iteration
         ) * spec.unrolled_tokens
@@ -280,4 +280,4 @@ def scan_tokens(spec: ScanSpec, body: Any, carry: Any, *, scans_in_reverse: bool
             )
         return carry
 
-    return lax.fori_loop(jnp.int32(0), jnp.int32(iterations), scan_iteration, carry)
+    return lax.fori_loop(jnp.int32(0), jnp.int32(iterations), run_unrolled_tokens, carry)
