@@ -64,7 +64,7 @@ MAX_HEAD_DIM, MAX_LATENT_DIM = 256, 1024
 MAX_TABLE_SMEM_WORDS = 2**18 - 2**13
 """Words of scalar memory for tables and the work list: all of it, minus the kernel's own use."""
 
-MAX_COMMON_MULTIPLE_OF_PAGE_AND_LANES = 2**12
+MAX_PAGE_AND_LANES_MULTIPLE = 2**12
 """The largest common multiple of page size and lanes, in keys."""
 
 
@@ -106,8 +106,8 @@ def _max_query_tiles(record: PagedAttention) -> int:
 def _page_refusal_reasons(record: PagedAttention) -> Generator[str]:
     slots, layout, dtype = paged_cache.page_size(record), record.kv_layout, record.key_pages.dtype
     sizes: list[Any] = [x.shape[-1] for x in (record.key_pages, record.value_pages) if x is not None]
-    if math.lcm(slots, LANES) > MAX_COMMON_MULTIPLE_OF_PAGE_AND_LANES:
-        yield f"key_pages: no block of at most {MAX_COMMON_MULTIPLE_OF_PAGE_AND_LANES} keys has whole pages of {slots} and whole lanes"
+    if math.lcm(slots, LANES) > MAX_PAGE_AND_LANES_MULTIPLE:
+        yield f"key_pages: no block of at most {MAX_PAGE_AND_LANES_MULTIPLE} keys has whole pages of {slots} and whole lanes"
     if layout == paged_cache.LATENT_LAYOUT:
         yield from _latent_page_refusal_reasons(record)
         return
