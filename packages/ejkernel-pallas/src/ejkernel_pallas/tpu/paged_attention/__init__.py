@@ -107,7 +107,8 @@ def _page_refusal_reasons(record: PagedAttention) -> Generator[str]:
     slots, layout, dtype = paged_cache.page_size(record), record.kv_layout, record.key_pages.dtype
     sizes: list[Any] = [x.shape[-1] for x in (record.key_pages, record.value_pages) if x is not None]
     if math.lcm(slots, LANES) > MAX_PAGE_AND_LANES_MULTIPLE:
-        yield f"key_pages: no block of at most {MAX_PAGE_AND_LANES_MULTIPLE} keys has whole pages of {slots} and whole lanes"
+        block = f"no block of at most {MAX_PAGE_AND_LANES_MULTIPLE} keys has whole pages of {slots} and whole lanes"
+        yield f"key_pages: {block}"
     if layout == paged_cache.LATENT_LAYOUT:
         yield from _latent_page_refusal_reasons(record)
         return
