@@ -339,7 +339,7 @@ def main(arguments: list[str] | None = None) -> int:
         right, difference = evaluate(model, task)
         equal &= difference < 1e-3
         print(f"{layer}: {right:.1%} of new answers right; decoding differs by {difference:.1e}", flush=True)
-    print(f"\nloss; a guess has {math.log(task.values):.3f}\n\n{table(losses, options.all_allowed)}")
+    print(f"\nloss; a guess has {math.log(task.values):.3f}\n\n{table(losses, options.every)}")
     return int(not equal)
 
 

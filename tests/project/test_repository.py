@@ -73,7 +73,7 @@ def test_change_fragments_are_one_line_and_imperative():
 
 def test_the_readme_maps_every_room():
     """Each folder of the repository, of the packages and of core is named in the map, in one line of a table."""
-    section = (ROOT / "README.md").read_text().split("\n## Map of the sources\n")[1].split("\n## ")[0]
+    section = (ROOT / "README.md").read_text().split("\n### Map of the sources\n")[1].split("\n## ")[0]
     named = set(re.findall(r"`([\w./-]+)/`", section))
     core = ROOT / "packages/ejkernel-core/src/ejkernel"
     rooms = {path.name for path in core.iterdir() if (path / "__init__.py").is_file()}

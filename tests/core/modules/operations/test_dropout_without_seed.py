@@ -24,7 +24,7 @@ CALLS = {
 @pytest.fixture
 def fresh(monkeypatch):
     """As in a process that has not warned yet."""
-    monkeypatch.setattr(shapes, "_warned", set())
+    monkeypatch.setattr(shapes, "_warned_without_seed", set())
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -135,7 +135,9 @@ def test_tables_without_entries_of_a_prefix_and_a_sequence_without_tokens():
 def test_new_tokens_after_a_prefix_and_between_draft_tokens():
     """The call that is written to has scales of 8 bits, too; the part of the prefix is read after the write."""
     sizes = PagedSizes(kv_lens=(41, 25, 60), q_lens=(3, 4, 5), h=4, g=2, d=128, s=8)
-    record = lowered(V3, paged_inputs.v3_integers, sizes, q_scale=0.03, k_scale=0.01, v_scale=0.02, softmax_scale=None)
+    record = lowered(
+        V3, paged_inputs.v3_int8_inputs, sizes, q_scale=0.03, k_scale=0.01, v_scale=0.02, softmax_scale=None
+    )
     check(dataclasses.replace(record, shared_prefix=jnp.int32(20), qq_bias=jnp.asarray(tree(3, 5, 5))), TILES)
 
 
