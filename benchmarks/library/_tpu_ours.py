@@ -328,7 +328,7 @@ def quantised(m: int, mode: str | None = "affine", bits: int | None = None, tran
     form = make_format(mode, bits, 64)
     rows, columns = (n, k) if transpose else (k, n)
     scales = jax.ShapeDtypeStruct((rows, columns // 64), form.scale_dtype)
-    weights = (jax.ShapeDtypeStruct((rows, form.words(columns)), jnp.uint32), scales)
+    weights = (jax.ShapeDtypeStruct((rows, form.words_per_row(columns)), jnp.uint32), scales)
     weights += (scales,) if mode == "affine" else ()
 
     def function(x: Any, *weights: Any) -> Any:

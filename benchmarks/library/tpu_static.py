@@ -203,9 +203,12 @@ def parts(report: Report) -> Iterable[Report]:
         back = name == "backward"
         kernels = tuple(kernel for kernel in report.kernels if bool(OF_BACKWARD.search(kernel.name)) == back)
         # Five of the seven products are of the backward pass, and eight of the twelve arrays.
-        flops, size = (report.flops or 0) * (5 if back else 2) / 7, (report.bytes or 0) * (8 if back else 4) / 12
+        flops, size = (
+            (report.flops or 0) * (5 if back else 2) / 7,
+            (report.min_hbm_bytes or 0) * (8 if back else 4) / 12,
+        )
         label = report.label.replace(BOTH, name)
-        yield dataclasses.replace(report, label=label, kernels=kernels, flops=flops, bytes=size)
+        yield dataclasses.replace(report, label=label, kernels=kernels, flops=flops, min_hbm_bytes=size)
 
 
 def row(report: Report) -> Sequence[object]:

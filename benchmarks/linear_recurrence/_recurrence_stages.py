@@ -105,7 +105,7 @@ def _stages(cell: Any, record: Any, base: Any) -> Iterator[tuple[Any, ...]]:
         chosen = _with(base, "gradient", zip(FIELDS, tile, strict=True))
 
         def keys(r: Any, a: Any, o: Any, s: Any, c: Any = chosen) -> Any:
-            return chunked_backward.key_gradients(full(r, a, c), o, s, s, gates=gates)
+            return chunked_backward.key_gradients(full(r, a, c), o, s, s, dgates_dtype=gates)
 
         yield f"key gradients {tile}", keys, record, call, cotangent, made
 
@@ -115,7 +115,7 @@ def _delta_stages(record: Any) -> Iterator[tuple[Any, ...]]:
     chosen = delta_config.heuristic(record, current_device(), "both")
 
     def call(r: Any, arrays: Any) -> Any:
-        return delta_forward.replace_arrays(plan.make_call(r, chosen, chosen.chunk, cumulative=False), arrays)
+        return delta_forward.replace_arrays(plan.make_call(r, chosen, chosen.chunk, compute_gate_cumsum=False), arrays)
 
     def inside(r: Any) -> Any:
         made, full = delta_forward.wy_form(r, chosen, chosen.chunk, store_inverse=True)

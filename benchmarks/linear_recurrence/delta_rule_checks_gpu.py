@@ -168,7 +168,9 @@ def steps(record: LinearRecurrence, chosen: delta_config.DeltaRuleConfig) -> dic
         "local": local,
         "reverse": reverse,
         "solve": solve,
-        "keys": jax.jit(lambda: delta_backward.key_gradients(written, beta, cotangent, solved, pair, gates=gates)),
+        "keys": jax.jit(
+            lambda: delta_backward.key_gradients(written, beta, cotangent, solved, pair, dgates_dtype=gates)
+        ),
     }
 
 

@@ -118,7 +118,7 @@ def visited_tiles(size, length, block, **options):
         around = ring_of(record)
         local, me = local_record(record, around), jax.lax.axis_index("sp")
         totals = []
-        for hop in range(around.before + 1):
+        for hop in range(around.num_before + 1):
             met = step_record(local, around, (me - hop) % size, travelling_keys_of(local))
             key_tiles = find_key_tiles(met, make_plan(met, block, block))
             totals.append(jnp.sum(key_tiles.last - key_tiles.first))
