@@ -19,8 +19,8 @@ from ejkernel_pallas.tpu.mosaic.paged_layout import caches_as_stored
 from ejkernel_pallas.tpu.paged_attention import MAX_TABLE_SMEM_WORDS, config, refusal_reasons
 from ejkernel_pallas.tpu.paged_attention.config import TpuPaged
 from ejkernel_pallas.tpu.paged_attention.forward import forward, kernel_scratch
-from ejkernel_pallas.tpu.paged_attention.plan import ITEM_FIELDS
-from ejkernel_pallas.tpu.paged_attention.spec import make_spec
+from ejkernel_pallas.tpu.paged_attention.plan import ITEM_FIELDS, make_work_list
+from ejkernel_pallas.tpu.paged_attention.spec import PagedTiles, make_spec
 
 V2, V3 = "ragged_page_attention_v2", "ragged_page_attention_v3"
 TILES = TpuPaged(block_q=8, block_kv=128, parts=2)
@@ -119,6 +119,21 @@ def test_trees_and_prefixes(name):
     record = dataclasses.replace(record, **fields)
     assert not list(refusal_reasons(record))
     check(record, params)
+
+
+@pytest.mark.parametrize("queries", [1, 8])
+def test_work_items_begin_where_copies_may_begin(queries):
+    """The compiler divides the first row by the rows of a copy; and two results are never copied to one row."""
+    sizes = PagedSizes(kv_lens=(300, 40, 36), q_lens=(20, 1, 33), dtype=jnp.bfloat16, g=2, h=4)
+    record = lowered(V2, paged_inputs.v2_inputs, sizes)
+    record = dataclasses.replace(record, qq_bias=jnp.asarray(tree(3, 40, 40)))
+    spec = make_spec(record, PagedTiles(queries=queries, keys=128, parts=1))
+    fields = np.asarray(make_work_list(record, spec).work_items).reshape(len(ITEM_FIELDS), -1)
+    fields = dict(zip(ITEM_FIELDS, fields, strict=True))
+    rows = fields["first_row"][fields["num_tokens"] > 0]
+    assert len(rows) >= 4
+    assert not np.any(rows % spec.query_rows_per_copy)
+    assert np.all(np.diff(rows) >= spec.query_rows_per_copy)
 
 
 def test_tables_without_entries_of_a_prefix_and_a_sequence_without_tokens():

@@ -62,8 +62,9 @@ def make_work_list(record: PagedAttention, spec: PagedSpec, row_positions: jax.A
     """
     starts, lengths = paged_cache.query_ranges(record)
     first_item, total, sequence, num_skipped, tokens, position = paged_cache.query_tiles(record, spec.tokens_per_tile)
-    # Each sequence begins at a row where a copy may begin, so packed queries have gaps.
-    padded = cdiv(lengths, spec.sequence_token_multiple) * spec.sequence_token_multiple
+    stride, multiple = spec.packed_token_stride, spec.sequence_token_multiple
+    # Each work item begins at a row where a copy may begin, so packed queries have gaps.
+    padded = cdiv(lengths * stride, multiple) * multiple
     base = jnp.cumsum(padded, dtype=jnp.int32) - padded
     last_position = position + tokens - 1
     if row_positions is not None:
@@ -74,7 +75,7 @@ def make_work_list(record: PagedAttention, spec: PagedSpec, row_positions: jax.A
     first = (num_skipped == 0) & (tokens > 0)
     fields = {
         "sequence": sequence,
-        "first_row": (base[sequence] + num_skipped) * spec.group_size,
+        "first_row": (base[sequence] + num_skipped * stride) * spec.group_size,
         "num_tokens": tokens,
         # Positions of rows are then relative to the sequence.
         "first_position": position if row_positions is None else jnp.zeros_like(position),
@@ -95,7 +96,7 @@ def make_work_list(record: PagedAttention, spec: PagedSpec, row_positions: jax.A
         ),
         # The kernel looks up several pages at once, which may go beyond the last sequence's pages.
         page_table=jnp.pad(tables.reshape(-1), (0, spec.pages_per_block), constant_values=-1),
-        token_at_index=_token_of_packed_row(record, spec, base + padded, starts - base, base + lengths),
+        token_at_index=_token_of_packed_row(record, spec, (starts, lengths), (base, base + padded)),
         context_lengths=record.kv_lens.astype(jnp.int32) - lengths if spec.reads_context_lengths else None,
         **_token_fields(record, spec, starts, base, first_item),
     )
@@ -126,7 +127,7 @@ def _token_fields(
     inside = jnp.arange(owner.shape[0], dtype=jnp.int32) - query_starts[owner]
     in_sequence = owner >= 0
     return {
-        "packed_index": jnp.where(in_sequence, packed_starts[owner] + inside, 0),
+        "packed_index": jnp.where(in_sequence, packed_starts[owner] + inside * spec.packed_token_stride, 0),
         "is_in_sequence": in_sequence,
         "item_of_token": jnp.where(in_sequence, first_item_of_sequence[owner] + inside // spec.tokens_per_tile, 0),
         "offset_in_item": jnp.where(in_sequence, inside % spec.tokens_per_tile, 0),
@@ -207,16 +208,26 @@ def _first_items_of_cores(
 
 
 def _token_of_packed_row(
-    record: PagedAttention, spec: PagedSpec, padded_ends: jax.Array, token_offsets: jax.Array, filled_ends: jax.Array
+    record: PagedAttention,
+    spec: PagedSpec,
+    query_ranges: tuple[jax.Array, jax.Array],
+    packed_ranges: tuple[jax.Array, jax.Array],
 ) -> jax.Array:
-    """Returns the token at every index of the packed queries; T at padding."""
-    total, sequences = record.query.shape[0], padded_ends.shape[0]
-    bound = (
-        sequences * spec.sequence_token_multiple
-        if record.query_start is None
-        else total + sequences * (spec.sequence_token_multiple - 1)
-    )
-    index = jnp.arange(cdiv(bound, spec.sequence_token_multiple) * spec.sequence_token_multiple, dtype=jnp.int32)
+    """Returns the token at every index of the packed queries; T at padding.
+
+    Args:
+        record: The record.
+        spec: The kernel's constants.
+        query_ranges: First query row and number of query rows of each sequence.
+        packed_ranges: First index of each sequence in the packed queries, and one more than its last.
+    """
+    (starts, lengths), (packed_starts, packed_ends) = query_ranges, packed_ranges
+    total, sequences = record.query.shape[0], starts.shape[0]
+    multiple, stride = spec.sequence_token_multiple, spec.packed_token_stride
+    bound = sequences * multiple if record.query_start is None else total * stride + sequences * (multiple - 1)
+    index = jnp.arange(cdiv(bound, multiple) * multiple, dtype=jnp.int32)
     # The array's size is a static bound, lengths are not: indices after the last sequence have no token.
-    sequence = jnp.minimum(jnp.searchsorted(padded_ends, index, side="right"), sequences - 1)
-    return jnp.where(index < filled_ends[sequence], index + token_offsets[sequence], total)
+    sequence = jnp.minimum(jnp.searchsorted(packed_ends, index, side="right"), sequences - 1)
+    offset = index - packed_starts[sequence]
+    has_token = (offset % stride == 0) & (offset < lengths[sequence] * stride)
+    return jnp.where(has_token, starts[sequence] + offset // stride, total)

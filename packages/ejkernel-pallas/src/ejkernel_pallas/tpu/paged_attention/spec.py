@@ -45,9 +45,9 @@ class PagedSpec:
         kv_heads: KV heads in units of `heads_per_product`, including those that pad the last word.
         head_dim: D in the products, padded.
         value_dim: Dv in the products, padded.
-        tokens_per_tile: Query tokens per tile: a multiple of `sequence_token_multiple`, or 1 if each sequence has one
-            token.
-        sequence_token_multiple: Every sequence has a multiple of this number of tokens in the packed queries.
+        tokens_per_tile: Query tokens per tile: a multiple of `sequence_token_multiple`, or 1.
+        sequence_token_multiple: Tokens between two rows of the packed queries where a copy may begin; every sequence
+            has a multiple of it, or every token if a tile has one token.
         rows_per_tile: Query rows per KV head and tile; a multiple of `query_rows_per_copy`.
         query_rows_per_copy: Query rows per copy.
         smallest_product_rows: Query rows per KV head in the smallest product.
@@ -128,6 +128,11 @@ class PagedSpec:
     def heads(self) -> int:
         """Returns the number of query heads, including those of KV heads that only pad a word."""
         return self.kv_heads * self.group_size
+
+    @property
+    def packed_token_stride(self) -> int:
+        """Returns the distance of a sequence's tokens in the packed queries: every tile begins where a copy may."""
+        return self.sequence_token_multiple if self.tokens_per_tile == 1 else 1
 
     @property
     def has_last_token_per_key(self) -> bool:
