@@ -34,14 +34,15 @@ def test_decoding_compiles_for_every_chip(lies, name):
     assert "tpu_custom_call" in made.as_text()
 
 
-def test_a_donated_cache_stays_where_it_is():
-    """A model's cache: the program keeps none of its own, and its output is its input."""
+@pytest.mark.parametrize("options", [{}, {"shared_prefix": 512}])
+def test_a_donated_cache_stays_where_it_is(options):
+    """A model's cache: the program keeps none of its own, its output is its input, and a prefix is read as it lies."""
     shapes = {"queries": (16, 32, 128), "keys": (16, 8, 128), "values": (16, 8, 128), "cache": (4096, 16, 8, 2, 128)}
     ints = {"lengths": (16,), "tables": (16 * 128,), "starts": (17,), "distribution": (3,)}
     with compiling_for(chip("v5e")) as sharding:
         arrays = [jax.ShapeDtypeStruct(x, jnp.bfloat16, sharding=sharding) for x in shapes.values()]
         arrays += [jax.ShapeDtypeStruct(x, jnp.int32, sharding=sharding) for x in ints.values()]
-        step = jax.jit(functools.partial(ragged_page_attention_v3, platform="pallas"), donate_argnums=3)
+        step = jax.jit(functools.partial(ragged_page_attention_v3, platform="pallas", **options), donate_argnums=3)
         stats = step.trace(*arrays).lower(lowering_platforms=("tpu",)).compile().memory_analysis()
     size = 2 * math.prod(shapes["cache"])
     assert stats.alias_size_in_bytes >= size

@@ -280,12 +280,18 @@ def written(dtype, heads, size):
     return dataclasses.replace(record, key_pages=jax.ShapeDtypeStruct((4, 8, heads, 2, size), dtype))
 
 
+def with_prefix(record):
+    return dataclasses.replace(record, shared_prefix=jnp.int32(4))
+
+
 @pytest.mark.parametrize(("record", "word"), [
     (lambda: paged(jnp.float16), "float16"),
     (lambda: paged(heads=3), "3 rows"),
     (lambda: paged(jnp.bfloat16, heads=1), "1 rows"),
     (lambda: written(jnp.int8, 1, 128), "a multiple of 4"),
     (lambda: written(jnp.bfloat16, 1, 64), "a multiple of 2"),
+    (lambda: with_prefix(written(jnp.bfloat16, 3, 128)), "with new keys, key_pages: 6 rows"),
+    (lambda: with_prefix(written(jnp.bfloat16, 4, 64)), "would copy the cache"),
     (lambda: paged(size=192), "above 128"),
     (lambda: paged(slots=1000), "whole pages of 1000"),
     (lambda: paged(jnp.bfloat16, "phsd", slots=8), "pages of 8 slots"),
@@ -304,4 +310,6 @@ def test_supported_calls_are_not_refused():
     assert not list(refusal_reasons(paged()))
     assert not list(refusal_reasons(paged(jnp.bfloat16, "hpsd", size=192)))
     assert not list(refusal_reasons(written(jnp.int8, 2, 128)))
+    assert not list(refusal_reasons(written(jnp.bfloat16, 3, 128)))
+    assert not list(refusal_reasons(with_prefix(written(jnp.bfloat16, 8, 128))))
     assert not list(refusal_reasons(written(jnp.bfloat16, 1, 128)))

@@ -3,6 +3,7 @@
 The requirements of the kernel are data in this module, which imports nothing of Pallas.
 """
 
+import dataclasses
 import math
 from collections.abc import Generator
 from typing import Any
@@ -13,7 +14,7 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.paged_attention import FAMILY, PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.ops import ConfigSpace, Implementation
-from ejkernel_pallas.tpu.mosaic.paged_layout import rows_per_token
+from ejkernel_pallas.tpu.mosaic.paged_layout import key_and_value_share_row, rows_per_token
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention import config
 from ejkernel_pallas.tpu.paged_attention.plan import ITEM_FIELDS
@@ -95,6 +96,8 @@ def refusal_reasons(record: PagedAttention) -> Generator[str]:
     if computes_narrower and jnp.dtype(record.compute_dtype) != jnp.bfloat16:
         yield f"compute_dtype: keys and values are rounded to bfloat16, not to {jnp.dtype(record.compute_dtype).name}"
     yield from _page_refusal_reasons(record)
+    if record.shared_prefix is not None and record.new_keys is not None:
+        yield from _written_prefix_refusal_reasons(record)
 
 
 def _max_query_tiles(record: PagedAttention) -> int:
@@ -125,7 +128,21 @@ def _page_refusal_reasons(record: PagedAttention) -> Generator[str]:
             yield f"key_pages: {rows} rows of {dtype.name} per token do not fill words; wants a multiple of {pack}"
         return
     if (rows not in UNPADDED_ROWS_PER_TOKEN and rows % 8) or rows % pack:
-        yield f"key_pages: {rows} rows of {dtype.name} per token do not fill tiles; wants 2, 4, or a multiple of 8"
+        yield f"key_pages: {rows} rows of {dtype.name} per token do not fill tiles; wants 1, 2, 4, or a multiple of 8"
+
+
+def _written_prefix_refusal_reasons(record: PagedAttention) -> Generator[str]:
+    """Yields the reasons to refuse a call with new tokens whose second run, over the prefix, cannot read the cache."""
+    if record.kv_layout != paged_cache.COMBINED_LAYOUT:
+        return
+    if key_and_value_share_row(record):
+        yield (
+            f"shared_prefix: with new keys, whose heads share rows of {LANES} lanes with their values, reading the "
+            "prefix would copy the cache"
+        )
+        return
+    reading = dataclasses.replace(record, new_keys=None, new_values=None)
+    yield from (f"shared_prefix: with new keys, {reason}" for reason in _page_refusal_reasons(reading))
 
 
 def _latent_page_refusal_reasons(record: PagedAttention) -> Generator[str]:
