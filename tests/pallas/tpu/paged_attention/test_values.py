@@ -1,6 +1,7 @@
 """The paged-attention kernel's numbers, interpreted, against the family's meaning; and what it refuses."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -11,6 +12,7 @@ from tpu_paged_records import QUICKLY, case, lowered
 from tpu_records import close, interpreted
 
 from ejkernel.families.paged_attention import reference
+from ejkernel.families.paged_attention.shared_prefix import split_prefix
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.cases.paged_inputs import PagedSizes
 from ejkernel.ops.device import DeviceInfo, target_device
@@ -18,9 +20,9 @@ from ejkernel_pallas.tpu.mosaic.launch import DEFAULT_VMEM_LIMIT_BYTES, MIN_COMP
 from ejkernel_pallas.tpu.mosaic.paged_layout import caches_as_stored
 from ejkernel_pallas.tpu.paged_attention import MAX_TABLE_SMEM_WORDS, config, refusal_reasons
 from ejkernel_pallas.tpu.paged_attention.config import TpuPaged
-from ejkernel_pallas.tpu.paged_attention.forward import forward, kernel_scratch
+from ejkernel_pallas.tpu.paged_attention.forward import _resident_operands, forward, kernel_scratch
 from ejkernel_pallas.tpu.paged_attention.plan import ITEM_FIELDS, make_work_list
-from ejkernel_pallas.tpu.paged_attention.spec import PagedTiles, make_spec
+from ejkernel_pallas.tpu.paged_attention.spec import PagedTiles, RowTerms, make_spec
 
 V2, V3 = "ragged_page_attention_v2", "ragged_page_attention_v3"
 TILES = TpuPaged(block_q=8, block_kv=128, parts=2)
@@ -233,28 +235,42 @@ def test_new_tokens_fill_whole_pages_and_parts_of_them():
     check(dataclasses.replace(record, block_tables=jnp.asarray(tables)), TILES)
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "size"), [(32, 8, 128), (8, 8, 128), (8, 1, 128), (1, 1, 64), (16, 8, 256)]
-)
-def test_default_tiles_with_trees_and_a_prefix_fit_vmem(heads, kv_heads, size):
+def vmem_bytes(record, spec):
     """What the kernel takes, without the compiler's own use of VMEM."""
-    shapes = {"query": (2048, heads, size), "key_pages": (2048, 16, kv_heads, 2, size), "block_tables": (4, 128)}
-    shapes |= {"kv_lens": (4,), "query_start": (5,), "qq_bias": (2048, 2048)}
-    dtypes = {"query": jnp.bfloat16, "key_pages": jnp.bfloat16, "qq_bias": jnp.float32}
-    arrays = {name: jax.ShapeDtypeStruct(x, dtypes.get(name, jnp.int32)) for name, x in shapes.items()}
-    record = dataclasses.replace(case(V2, "rounded operands"), compute_dtype=None, num_seqs=None, **arrays)
-    device = DeviceInfo(platform="tpu", vendor="google", kind="TPU v5 lite")
-    with target_device(device):
-        params = config.heuristic(record, device, "forward")
-        spec = make_spec(record, config.tile_sizes_of(params), output_dtype=jnp.float32)
     stored = dict(zip(("keys", "values"), jax.eval_shape(caches_as_stored, record), strict=False))
     scratch = jax.tree.leaves(
         kernel_scratch(spec, spec.rows_per_tile, stored, False), is_leaf=lambda x: hasattr(x, "shape")
     )
     arrays = [x for x in scratch if jnp.issubdtype(x.dtype, jnp.number)]
     assert len(arrays) > 10
-    used = sum(jnp.dtype(x.dtype).itemsize * math.prod(x.shape) for x in arrays)
-    assert used <= DEFAULT_VMEM_LIMIT_BYTES - MIN_COMPILER_VMEM_BYTES // 2
+    arrays += jax.eval_shape(functools.partial(_resident_operands, spec=spec), record).values()
+    return sum(jnp.dtype(x.dtype).itemsize * math.prod(x.shape) for x in arrays)
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size"), [(32, 8, 128), (8, 8, 128), (8, 1, 128), (1, 1, 64), (16, 8, 256)]
+)
+def test_default_tiles_with_sinks_slopes_trees_and_a_prefix_fit_vmem(heads, kv_heads, size, tree, prefix):
+    shapes = {"query": (2048, heads, size), "key_pages": (2048, 16, kv_heads, 2, size), "block_tables": (4, 128)}
+    shapes |= {"kv_lens": (4,), "query_start": (5,), "softmax_aux": (heads,), "alibi_slopes": (heads,)}
+    shapes |= ({"qq_bias": (2048, 2048)} if tree else {}) | ({"shared_prefix": ()} if prefix else {})
+    dtypes = dict.fromkeys(("query", "key_pages"), jnp.bfloat16)
+    dtypes |= dict.fromkeys(("qq_bias", "softmax_aux", "alibi_slopes"), jnp.float32)
+    arrays = {name: jax.ShapeDtypeStruct(x, dtypes.get(name, jnp.int32)) for name, x in shapes.items()}
+    record = dataclasses.replace(case(V2, "rounded operands"), compute_dtype=None, num_seqs=None, **arrays)
+    device = DeviceInfo(platform="tpu", vendor="google", kind="TPU v5 lite")
+    with target_device(device):
+        params = config.heuristic(record, device, "forward")
+        spec = make_spec(record, config.tile_sizes_of(params), output_dtype=jnp.float32 if prefix else None)
+        runs = [(record, spec)]
+        if prefix:
+            record = jax.eval_shape(lambda x: split_prefix(x, masks_empty_sequences=False)[0].record, record)
+            tiles = config.tile_sizes_of(config.prefix_config(record))
+            runs.append((record, make_spec(record, tiles, row_terms=RowTerms(True, True), output_dtype=jnp.float32)))
+    for record, spec in runs:
+        assert vmem_bytes(record, spec) <= DEFAULT_VMEM_LIMIT_BYTES - MIN_COMPILER_VMEM_BYTES // 2
 
 
 def paged(dtype=jnp.float32, layout="pshd", slots=16, heads=4, size=64, **fields):

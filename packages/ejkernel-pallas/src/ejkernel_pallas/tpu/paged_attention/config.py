@@ -70,7 +70,8 @@ def prefix_config(record: PagedAttention) -> TpuPaged:
     """Returns the tile sizes for the keys of a shared prefix: a small batch has one tile per core."""
     kind = current_device().kind
     parts = 2 if kind in TWO_CORE_DEVICE_KINDS else 1
-    queries = min(default_tile_tokens(record), cdiv(record.query.shape[0], parts))
+    most = default_tile_tokens(record) // (1 if record.alibi_slopes is None else 2)  # each row has a slope in VMEM
+    queries = min(most, cdiv(record.query.shape[0], parts))
     # A tile of one token has the mask of one sequence, and rows of a prefix have positions of their own.
     return TpuPaged(block_q=max(2, queries), block_kv=_default_block_keys(record, kind), parts=parts)
 
@@ -99,6 +100,9 @@ def default_tile_tokens(record: PagedAttention) -> int:
     most = min(
         MAX_TILE_ROWS * paged_cache.kv_heads(record) // heads, MAX_TILE_ELEMENTS // (heads * max(LANES, size) * words)
     )
+    by_row = (record.softmax_aux is not None) + (record.alibi_slopes is not None)
+    if by_row + (record.shared_prefix is not None) > 1:
+        most //= 2  # each row has a sink or a slope in VMEM, or an output in float32: larger tiles do not fit
     if record.qq_bias is not None:
         align = 16 // math.gcd(16, heads // paged_cache.kv_heads(record))
         most = min(most, cdiv(pair_bias_columns(record), align) * align)
