@@ -12,5 +12,5 @@ def check_positive(config: Any) -> None:
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if value < 1:
+        if not isinstance(value, bool) and value < 1:
             raise ValueError(f"cfg: got {field.name}={value}, wants at least 1")

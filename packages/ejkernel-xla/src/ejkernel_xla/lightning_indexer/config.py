@@ -8,6 +8,8 @@ from ejkernel.ops.params import Direction
 from ejkernel_xla.query_tiles import MAX_NUMBERS_PER_STEP
 from ejkernel_xla.sizes import check_positive
 
+MAX_SCORES_ON_GPU, MAX_PRODUCTS_ON_GPU = 2**23, 2**26
+"""Scores of a tile of queries that a GPU's L2 cache holds, and its products of heads: 32 and 256 MiB of float32."""
 MIN_BLOCK_K = 512
 """Fewest keys per tile. Each tile is sorted together with the keys selected so far, so it has at least as many."""
 
@@ -19,10 +21,13 @@ class IndexerTiles:
     Attributes:
         block_q: Queries per tile.
         block_k: Keys per tile of the forward pass; the backward pass reads the selected keys.
+        whole_rows: Whether the forward pass keeps all scores of a tile of queries and selects from them by a threshold.
+            Else a sort merges each tile of keys into the selection so far.
     """
 
     block_q: int
     block_k: int
+    whole_rows: bool = False
 
     def __post_init__(self) -> None:
         check_positive(self)
@@ -39,13 +44,24 @@ def sizes(record: LightningIndexer, config: IndexerTiles) -> tuple[int, int]:
 
 def heuristic(record: LightningIndexer, device: Any, direction: Direction) -> IndexerTiles:
     """Returns tile sizes for a record on a device, not measured."""
+    if direction == "forward" and device.platform == "gpu":
+        return _whole_rows(record)
     return _largest_tiles_that_fit(record, direction, max(MIN_BLOCK_K, record.top_k))
 
 
 def candidates(record: LightningIndexer, device: Any, direction: Direction) -> tuple[IndexerTiles, ...]:
     """Returns tile sizes worth measuring for a record on a device."""
     keys = (256, 512, 1024, 2048, 4096) if direction == "forward" else (MIN_BLOCK_K,)
-    return tuple(dict.fromkeys(_largest_tiles_that_fit(record, direction, n) for n in keys))
+    merged = (_largest_tiles_that_fit(record, direction, n) for n in keys)
+    return tuple(dict.fromkeys((*merged, _whole_rows(record)) if direction == "forward" else merged))
+
+
+def _whole_rows(record: LightningIndexer) -> IndexerTiles:
+    """Returns tiles whose scores stay in memory."""
+    (_, tokens, heads, _), keys = record.query.shape, record.key.shape[1]
+    block_q = max(1, min(tokens, MAX_SCORES_ON_GPU // max(1, keys)))
+    block_k = max(MIN_BLOCK_K, MAX_PRODUCTS_ON_GPU // max(1, block_q * heads))
+    return IndexerTiles(block_q=block_q, block_k=max(1, min(block_k, keys)), whole_rows=True)
 
 
 def _largest_tiles_that_fit(record: LightningIndexer, direction: Direction, block_k: int) -> IndexerTiles:

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.expert_routing import order_preserving_integers
 from ejkernel.families.lightning_indexer import TopKeyIndicesAndScores, floats_from_ordered_integers
 
 
@@ -37,18 +36,16 @@ def empty(queries: int, top_k: int, dtype: Any) -> RunningTopK:
     return RunningTopK(nothing, jnp.full((queries, top_k), -1, jnp.int32))
 
 
-def merge(state: RunningTopK, scores: jax.Array, selectable: jax.Array, start: jax.Array) -> RunningTopK:
+def merge(state: RunningTopK, in_order: jax.Array, start: jax.Array) -> RunningTopK:
     """Returns the selection from the keys so far and a tile.
 
     Args:
         state: The selection so far.
-        scores: [t, k] of the keys from `start` on.
-        selectable: [t, k] bool.
+        in_order: [t, k], scores of the keys from `start` on, as integers in the order of numbers; the least integer
+            where a key is not selectable.
         start: The first key.
     """
-    in_order = order_preserving_integers(scores)
-    in_order = jnp.where(selectable, in_order, jnp.iinfo(in_order.dtype).min)
-    index = start + lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+    index = start + lax.broadcasted_iota(jnp.int32, in_order.shape, 1)
     largest, at = lax.top_k(jnp.concatenate([state.ordered_integer_scores, in_order], axis=1), state.indices.shape[1])
     indices = jnp.take_along_axis(jnp.concatenate([state.indices, index], axis=1), at, axis=1)
     return RunningTopK(largest, indices)
