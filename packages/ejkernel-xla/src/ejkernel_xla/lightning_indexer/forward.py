@@ -11,7 +11,7 @@ from ejkernel.families.expert_routing import order_preserving_integers
 from ejkernel.families.lightning_indexer import LightningIndexer, TopKeyIndicesAndScores, accumulator
 from ejkernel.planning.precision import product_precision
 from ejkernel_xla.lightning_indexer.config import IndexerTiles, sizes
-from ejkernel_xla.lightning_indexer.kernels import running_top_k, threshold_top_k
+from ejkernel_xla.lightning_indexer.kernels import running_top_k
 from ejkernel_xla.query_tiles import join_tiles, split_into_tiles
 
 Row = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
@@ -65,10 +65,11 @@ def _select_by_merging(
 def _select_from_all_scores(
     tile: tuple[Any, ...], keys: jax.Array, record: LightningIndexer, block_k: int
 ) -> TopKeyIndicesAndScores:
-    """Returns the selected keys of a tile of queries, whose scores are all in memory."""
+    """Returns the selected keys of a tile of queries, whose scores are all in memory, by one sort of each row."""
     query, _, starts, ends = tile
     dtype = accumulator(record)
-    integers = jnp.dtype(f"int{jnp.finfo(dtype).bits}")
+    state = running_top_k.empty(query.shape[0], record.top_k, dtype)
+    integers = state.ordered_integer_scores.dtype
     not_selectable = jnp.full((query.shape[0], keys.shape[0]), jnp.iinfo(integers).min, integers)
 
     def step(n: jax.Array, rows: jax.Array) -> jax.Array:
@@ -76,7 +77,7 @@ def _select_from_all_scores(
         return lax.dynamic_update_slice_in_dim(rows, scores, n * block_k, axis=1)
 
     rows = lax.fori_loop(*_key_tiles(starts, ends, keys, block_k), step, not_selectable)
-    return running_top_k.selection(threshold_top_k.select(rows, record.top_k), dtype)
+    return running_top_k.selection(running_top_k.merge(state, rows, jnp.int32(0)), dtype)
 
 
 def _key_tiles(starts: jax.Array, ends: jax.Array, keys: jax.Array, block_k: int) -> tuple[jax.Array, jax.Array]:

@@ -1,4 +1,4 @@
-"""Selection by a threshold: the same keys, in the same order, as sorts select, whatever the scores are."""
+"""Selection from whole rows of scores: the same keys, in the same order, as merged tiles of keys give."""
 
 import dataclasses
 
@@ -12,7 +12,6 @@ from ejkernel.ops.device import current_device, find_device
 from ejkernel.ops.plugins import registry
 from ejkernel_xla.lightning_indexer.config import IndexerTiles, heuristic
 from ejkernel_xla.lightning_indexer.forward import forward
-from ejkernel_xla.lightning_indexer.kernels import threshold_top_k
 
 CASES = {case.name: case for case in OP.cases if "ci" in case.tags}
 MERGED = IndexerTiles(block_q=5, block_k=8)
@@ -27,29 +26,6 @@ def test_both_selections_of_a_case_are_the_same(name):
     )
     for want, got in zip(merged, whole, strict=True):
         np.testing.assert_array_equal(got, want)
-
-
-@pytest.mark.parametrize("distinct", [1, 2, 3, 50, 2**20], ids=lambda n: f"{n} values")
-@pytest.mark.parametrize("dtype", [np.int32, np.int64])
-def test_rows_with_many_equal_scores_are_those_of_a_stable_sort(distinct, dtype):
-    rng, top_k = np.random.default_rng(distinct), 12
-    info = np.iinfo(dtype)
-    values = np.concatenate([[info.min + 1, info.max], rng.integers(info.min, info.max, distinct, dtype)])[:distinct]
-    rows = rng.choice(values.astype(dtype), (6, 40))
-    rows[1, 5:] = info.min  # fewer selectable keys than top_k
-    rows[2] = info.min
-    with jax.enable_x64(True):
-        found = jax.jit(threshold_top_k.select, static_argnums=1)(jnp.asarray(rows), top_k)
-        assert found.ordered_integer_scores.dtype == dtype
-    order = np.argsort(-rows.astype(object), axis=1, kind="stable")[:, :top_k]
-    np.testing.assert_array_equal(found.indices, order)
-    np.testing.assert_array_equal(found.ordered_integer_scores, np.take_along_axis(rows, order, axis=1))
-
-
-def test_more_keys_than_there_are_leave_empty_entries():
-    found = threshold_top_k.select(jnp.array([[3, 7, 7]], jnp.int32), 5)
-    assert found.indices[0, :3].tolist() == [1, 2, 0]
-    assert found.ordered_integer_scores[0].tolist() == [7, 7, 3, *[np.iinfo(np.int32).min] * 2]
 
 
 def test_gpus_keep_rows_of_scores_and_cpus_merge_tiles():
