@@ -11,9 +11,8 @@ from ejkernel_xla.sizes import check_positive
 MAX_SCORES_ON_GPU, MAX_PRODUCTS_ON_GPU = 2**23, 2**26
 """Scores of a tile of queries on a GPU, and products of its heads with a tile of keys: 32 and 256 MiB of float32.
 
-On an H200, 4096 queries of 64 heads select 2048 of 32768 keys in 48 ms. With four times as many scores and products it
-takes 44 ms; with merged tiles of `MAX_NUMBERS_PER_STEP` numbers, which suit a CPU, 455 ms
-(docs/lab/token_sparse_attention_gpu.md).
+On an H200, 4096 queries of 64 heads select 2048 of 32768 keys in 50 ms. It takes 46 ms with four times as many scores,
+60 with the same tiles if they are merged, and 455 with the tiles of a CPU (docs/lab/token_sparse_attention_gpu.md).
 """
 MIN_BLOCK_K = 512
 """Fewest keys per tile. Each tile is sorted together with the keys selected so far, so it has at least as many."""

@@ -68,8 +68,7 @@ def _select_from_all_scores(
     """Returns the selected keys of a tile of queries, whose scores are all in memory, by one sort of each row."""
     query, _, starts, ends = tile
     dtype = accumulator(record)
-    state = running_top_k.empty(query.shape[0], record.top_k, dtype)
-    integers = state.ordered_integer_scores.dtype
+    integers = jnp.dtype(f"int{jnp.finfo(dtype).bits}")
     not_selectable = jnp.full((query.shape[0], keys.shape[0]), jnp.iinfo(integers).min, integers)
 
     def step(n: jax.Array, rows: jax.Array) -> jax.Array:
@@ -77,7 +76,7 @@ def _select_from_all_scores(
         return lax.dynamic_update_slice_in_dim(rows, scores, n * block_k, axis=1)
 
     rows = lax.fori_loop(*_key_tiles(starts, ends, keys, block_k), step, not_selectable)
-    return running_top_k.selection(running_top_k.merge(state, rows, jnp.int32(0)), dtype)
+    return running_top_k.selection(running_top_k.of_rows(rows, record.top_k), dtype)
 
 
 def _key_tiles(starts: jax.Array, ends: jax.Array, keys: jax.Array, block_k: int) -> tuple[jax.Array, jax.Array]:

@@ -51,6 +51,15 @@ def merge(state: RunningTopK, in_order: jax.Array, start: jax.Array) -> RunningT
     return RunningTopK(largest, indices)
 
 
+def of_rows(in_order: jax.Array, top_k: int) -> RunningTopK:
+    """Returns the selection from the scores of all keys, [t, S], as `merge` takes them."""
+    num_keys = min(top_k, in_order.shape[1])
+    largest, indices = lax.top_k(in_order, num_keys)
+    missing = ((0, 0), (0, top_k - num_keys))
+    least = jnp.iinfo(in_order.dtype).min
+    return RunningTopK(jnp.pad(largest, missing, constant_values=least), jnp.pad(indices, missing))
+
+
 def selection(state: RunningTopK, dtype: Any) -> TopKeyIndicesAndScores:
     """Returns indices, -1 where there is no key, and scores, -inf there."""
     selected = state.ordered_integer_scores > jnp.iinfo(state.ordered_integer_scores.dtype).min
