@@ -10,7 +10,9 @@ from triton_chips import CHIPS, assert_conforms, assert_fits, assert_fits_and_sp
 
 from ejkernel.families.tiled_attention import SoftmaxResiduals
 from ejkernel.families.token_sparse_attention import TokenSparseAttention
+from ejkernel.ops import chips
 from ejkernel.ops.device import target_device
+from ejkernel.ops.plugins import registry
 from ejkernel.types.pullback import Pullback
 from ejkernel_triton import ahead, launch
 from ejkernel_triton.token_sparse_attention import config, plan, shared_memory_refusal_reasons
@@ -20,7 +22,7 @@ from ejkernel_triton.token_sparse_attention.spec import key_tile_columns
 
 VALUES = "test_value and not shapes and not residuals and not eager"
 GRADIENTS = "test_gradients and not determinism"
-VMAP = "test_vmap and packed and not shared"
+VMAP = "test_vmap and sinks"
 KERNELS = {"sparse_fwd_kernel", "sparse_bwd_dq_kernel", "sparse_bwd_dkdv_kernel", "sum_listed_rows_kernel"}
 
 GROUPED = {"heads": 64, "kv_heads": 4, "head_dim": 128, "value_size": 128}
@@ -108,7 +110,10 @@ def test_default_tiles_of_grouped_heads_fit_the_chip_and_spill_nothing(sizes, ch
 WIDE = {"latent": LATENT, "few latent heads": FEW_LATENT_HEADS, "float32": FLOAT32}
 
 
-@pytest.mark.parametrize(("name", "chip"), on_chips(list(WIDE), [chip for chip in CHIPS if chip != "gfx942"]))
+@pytest.mark.parametrize(
+    ("name", "chip"),
+    [*on_chips(list(WIDE), [chip for chip in CHIPS if chip != "gfx942"]), ("float32", "gfx942")],
+)
 def test_default_tiles_of_wide_rows_fit_the_chip(name, chip):
     """Their accumulators take all registers; docs/lab/token_sparse_attention_gpu.md says how much is spilled."""
     calls = launches(chip, WIDE[name])
@@ -123,6 +128,34 @@ def test_rows_that_shared_memory_cannot_hold_are_refused_by_their_sizes():
     assert reason.endswith("gfx942 has 65536")
     with target_device(CHIPS["sm_90"]):
         assert not list(shared_memory_refusal_reasons(make_record(**LATENT)))
+
+
+@pytest.mark.parametrize("chip", ["sm_80", "sm_120"])
+def test_latent_rows_of_float32_are_refused_where_they_do_not_fit(chip):
+    with target_device(CHIPS[chip]):
+        (reason,) = shared_memory_refusal_reasons(make_record(**LATENT, dtype=jnp.float32))
+    assert str(chips.GPUS[chip].shared_memory) in reason
+
+
+def test_columns_of_many_kv_heads_are_summed_by_several_programs():
+    many_heads = {"heads": 128, "kv_heads": 128, "head_dim": 192, "value_size": 128}
+    sums = [x for x in launches("sm_90", many_heads) if x.kernel.__name__ == "sum_listed_rows_kernel"]
+    assert [x.grid for x in sums] == [4096 * 6, 4096 * 4]
+    assert_fits_and_spills_nothing(sums, "sm_90")
+
+
+def test_xla_is_chosen_before_kernels_that_spill_and_for_a_single_query():
+    (triton,) = (x for x in registry().implementations["token_sparse_attention"] if x.name == "triton")
+    priorities = [
+        triton.priority(make_record(**sizes), CHIPS["sm_90"], "forward")
+        for sizes in (GROUPED, LATENT, FLOAT32, {**LATENT, "dtype": jnp.float32}, {**LATENT, "tokens": 1})
+    ]
+    assert priorities == [10, 10, 10, -1, -1]
+
+
+def test_sizes_that_tiles_cannot_have_are_refused_by_name():
+    with pytest.raises(ValueError, match="block_kv: got 48, wants a power of two"):
+        config.SparseForward(heads=16, block_kv=48, num_warps=4, num_stages=2)
 
 
 def test_hopper_kernels_use_wgmma_for_latent_rows():

@@ -55,8 +55,9 @@ def test_decays_of_any_strength_have_outputs_and_gradients():
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-4), got, want)
 
 
+@pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("operation", [rwkv6, rwkv7, rwkv7_mul])
-def test_nan_in_padding_reaches_no_gradient(operation):
+def test_nan_in_padding_reaches_no_gradient(operation, reverse):
     arrays = {"r": R, "w": W, "k": K, "v": V}
     further = {rwkv6: {}, rwkv7: {"a": K, "b": -K}, rwkv7_mul: {"kk": K, "a": jax.nn.sigmoid(R)}}
     arrays |= further[operation]
@@ -66,7 +67,7 @@ def test_nan_in_padding_reaches_no_gradient(operation):
     shared = {"u": U} if operation is rwkv6 else {}
 
     def loss(packed, shared):
-        output = operation(**packed, **shared, cu_seqlens=cu_seqlens)
+        output = operation(**packed, **shared, cu_seqlens=cu_seqlens, reverse=reverse)
         return jnp.sum(jnp.where(is_padding, 0, jnp.sin(output)))
 
     filled = {name: jnp.where(is_padding, jnp.nan, x) for name, x in packed.items()}

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel import _compat as core_compat
 from ejkernel.arithmetic import LOG2E, cdiv
 from ejkernel.families.token_sparse_attention import TokenSparseAttention, sink_gradient, softmax_gradient_terms
 from ejkernel.types.pullback import Pullback
@@ -22,6 +23,9 @@ from ejkernel_triton.token_sparse_attention.plan import entry_dtype, order_entri
 from ejkernel_triton.token_sparse_attention.spec import make_spec, value_is_first_tile
 
 PerQueryInputs = tuple[jax.Array, jax.Array, jax.Array]
+
+MAX_COLUMNS_PER_SUM = 4096
+"""Columns of a program that sums entries: 32 registers per thread of four warps."""
 
 
 def backward(pullback: Pullback, config: SparseBackward) -> dict[str, jax.Array]:
@@ -71,28 +75,23 @@ def _key_gradients(
     widths = (channels,) if value_is_first_tile(record) else (channels, size)
     chunk = queries_per_chunk(record, kv_heads * sum(widths))
 
-    def add_chunk_gradients(sums: tuple[jax.Array, ...], arrays: Any) -> tuple[tuple[jax.Array, ...], None]:
-        query, indices, *rows = arrays
-        part = dataclasses.replace(record, query=query, indices=indices)
-        entry_rows = _entry_gradients(part, (rows[0], rows[1], rows[2]), widths, config)
-        order = order_entries_by_key(indices, keys)
-        return tuple(_add_entries(x, order, y) for x, y in zip(sums, entry_rows, strict=True)), None
+    arrays, tokens = (record.query, record.indices, *per_query_inputs), record.query.shape[1]
 
-    arrays = (record.query, record.indices, *per_query_inputs)
-    chunked = tuple(_split_queries_into_chunks(x, chunk, -1 if x is record.indices else 0) for x in arrays)
-    start = tuple(jnp.zeros((batch, keys, kv_heads, width), jnp.float32) for width in widths)
-    (dkey, *rest), _ = lax.scan(add_chunk_gradients, start, chunked)
+    def add_chunk_gradients(n: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        # The last chunk begins earlier instead of being filled up, which would copy all arrays.
+        start = jnp.minimum(n * chunk, tokens - chunk)
+        query, indices, *rows = (lax.dynamic_slice_in_dim(x, start, chunk, axis=1) for x in arrays)
+        is_new = start + jnp.arange(chunk) >= n * chunk
+        part = dataclasses.replace(record, query=query, indices=jnp.where(is_new[:, None, None], indices, -1))
+        entry_rows = _entry_gradients(part, (rows[0], rows[1], rows[2]), widths, config)
+        order = order_entries_by_key(part.indices, keys)
+        return tuple(_add_entries(x, order, y) for x, y in zip(sums, entry_rows, strict=True))
+
+    sums = tuple(jnp.zeros((batch, keys, kv_heads, width), jnp.float32) for width in widths)
+    dkey, *rest = lax.fori_loop(0, cdiv(tokens, chunk), add_chunk_gradients, core_compat.as_varying(sums, arrays))
     if record.value is not None:
         return dkey, rest[0]
     return (dkey.at[..., :size].add(rest[0]) if rest else dkey), None
-
-
-def _split_queries_into_chunks(x: jax.Array, chunk: int, fill_value: int) -> jax.Array:
-    """Returns [B, T, ...] as [chunks, B, chunk, ...]; the last one is filled up."""
-    batch, tokens = x.shape[:2]
-    missing = -tokens % chunk
-    x = jnp.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2)), constant_values=fill_value)
-    return x.reshape(batch, -1, chunk, *x.shape[2:]).swapaxes(0, 1)
 
 
 def _entry_gradients(
@@ -125,20 +124,21 @@ def _add_entries(sums: jax.Array, entry_order: tuple[jax.Array, jax.Array], entr
     entries_by_key, key_bounds = entry_order
     (batch, keys, kv_heads, width), (_, lists, entries) = sums.shape, entries_by_key.shape
     row_width = kv_heads * width // lists
+    columns = min(pad_to_power_of_two(row_width), MAX_COLUMNS_PER_SUM)
     (added,) = launch(
         sum_listed_rows_kernel,
         (entry_rows, entries_by_key, key_bounds, sums),
         [3],
         batch=batch,
-        grid=keys * lists * batch,
-        num_warps=min(4, max(1, pad_to_power_of_two(row_width) // 256)),
+        grid=cdiv(row_width, columns) * keys * lists * batch,
+        num_warps=min(4, max(1, columns // 256)),
         num_stages=2,
         constants={
             "NUM_ENTRIES": entries,
             "NUM_KEYS": keys,
             "NUM_LISTS": lists,
             "WIDTH": row_width,
-            "COLUMNS": pad_to_power_of_two(row_width),
+            "COLUMNS": columns,
         },
     )
     return added

@@ -8,13 +8,13 @@ from ejkernel.ops.chips import KIBI, Gpu, gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 from ejkernel_triton.launch import is_interpreting
-from ejkernel_triton.sizes import pad_to_dot_size, pad_to_power_of_two
+from ejkernel_triton.sizes import pad_to_dot_size, pad_to_power_of_two, require_powers_of_two
 from ejkernel_triton.token_sparse_attention.spec import key_tile_columns, value_is_first_tile
 
 MIN_TILE = 16
 """The smallest side of a tile that `tl.dot` supports."""
 MAX_HEADS_PER_PROGRAM = 64
-"""Query heads per program: a row of WGMMA's smallest tile each, and the most whose accumulators of 512 columns fit."""
+"""The most query heads per program: the rows of WGMMA's smallest tile. More rows of 512 columns fit no registers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,10 @@ class SparseForward:
     block_kv: int
     num_warps: int
     num_stages: int
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for sizes that tiles cannot have."""
+        require_powers_of_two(self, "heads", "block_kv", "num_warps")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +61,10 @@ class SparseBackward:
     key_block_kv: int
     key_warps: int
     key_stages: int
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for sizes that tiles cannot have."""
+        require_powers_of_two(self, "heads", "block_kv", "num_warps", "key_heads", "key_block_kv", "key_warps")
 
 
 PUBLIC_FIELDS = {"block_k": "block_kv", "num_warps": "num_warps", "num_stages": "num_stages"}
@@ -96,12 +104,15 @@ def _forward_configs(record: TokenSparseAttention) -> list[SparseForward]:
     # An H200 computes 4096 queries of 2048 keys, 64 heads with 4 KV heads of 128, in 2.21 ms with a warp and 32 keys,
     # in 2.46 with four and 64; 128 heads of a latent KV head in 8.6 ms with eight and 64, in 12.8 with eight and 32
     # (docs/lab/token_sparse_attention_gpu.md).
-    few_heads = ((32, 1, 3), (128, 4, 2), (64, 4, 2), (64, 2, 2), (32, 2, 2))
+    # One warp holds the accumulator and the queries of 128 columns; wider rows take four.
+    few_heads = ((64, 4, 2), (128, 4, 2), (64, 2, 2), (32, 2, 2))
+    if max(_padded_row_columns(record), record.value_size) <= 128:
+        few_heads = ((32, 1, 3), *few_heads)
     many_heads = ((64, 8, 2), (32, 8, 3), (32, 8, 2), (64, 4, 2), (64, 4, 3))
-    tiles = few_heads if heads == MIN_TILE and not _has_wide_rows(record) else many_heads
+    tiles = few_heads if heads == MIN_TILE and not has_wide_rows(record) else many_heads
     if record.query.dtype.itemsize > 2:
-        heads = min(heads, 16 if _has_wide_rows(record) else 32)
-        tiles = ((16, 8, 1), (16, 4, 1)) if _has_wide_rows(record) else ((32, 4, 2), (32, 4, 1), (16, 4, 2))
+        heads = min(heads, 16 if has_wide_rows(record) else 32)
+        tiles = ((16, 8, 1), (16, 4, 1)) if has_wide_rows(record) else ((32, 4, 2), (32, 4, 1), (16, 4, 2))
     return [SparseForward(heads=heads, block_kv=k, num_warps=w, num_stages=s) for k, w, s in tiles]
 
 
@@ -109,9 +120,9 @@ def _backward_configs(record: TokenSparseAttention) -> list[SparseBackward]:
     heads, keys = padded_heads_per_program(record), _keys_per_tile(record)
     if is_interpreting():
         heads, keys = min(heads, MIN_TILE), MIN_TILE
-    is_wide = _has_wide_rows(record)
+    is_wide = has_wide_rows(record)
     # Rows of 576: the gradient of 4096 queries takes 18.0 ms with 32 heads and four warps, 23.6 with 64 and eight, 34.5
-    # with 32 and eight; that of their keys 51 ms, 73 with two stages, 57 with 16 keys (docs/lab as above).
+    # with 32 and eight; that of their keys 51 ms, 73 with two stages, 57 with 64 heads and 16 keys (docs/lab as above).
     default = SparseBackward(
         heads=min(heads, 32) if is_wide else heads,
         block_kv=min(keys, 32) if is_wide else keys,
@@ -144,7 +155,7 @@ def _padded_row_columns(record: TokenSparseAttention) -> int:
     return sum(key_tile_columns(record.query.shape[3]))
 
 
-def _has_wide_rows(record: TokenSparseAttention) -> bool:
+def has_wide_rows(record: TokenSparseAttention) -> bool:
     """Returns whether a row has so many columns that accumulators for it take most registers."""
     return max(_padded_row_columns(record), record.value_size) > 256
 

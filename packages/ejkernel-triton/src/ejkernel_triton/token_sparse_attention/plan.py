@@ -15,7 +15,9 @@ from ejkernel.families.token_sparse_attention import TokenSparseAttention
 from ejkernel_triton.launch import is_interpreting
 
 MAX_CHUNK_BYTES = 2**28
-"""The most memory that the gradients of a chunk's entries take, unless one query needs more."""
+"""The most memory that the gradients of a chunk's entries take, unless one query of every batch row needs more. Each
+element of an axis of `jax.vmap` has as much again.
+"""
 
 
 def entry_dtype(record: TokenSparseAttention) -> jnp.dtype:

@@ -1,6 +1,7 @@
 """The compile-time constants of the token-sparse attention kernels."""
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 
@@ -23,8 +24,10 @@ class SparseSpec(AttentionSizes):
         VALUE_STRIDE: Elements between the values of two keys: HK DV, or HK D where a value is the start of its key.
         VALUE_IS_FIRST_TILE: Whether a value is the first tile of its key, which is then loaded once.
         HAS_SINKS: Whether there are sinks.
-        SCORE_SCALE: Factor on the scores.
-        LOG2_SCORE_FACTOR: SCORE_SCALE times log2(e), since the kernels exponentiate with exp2.
+        LOG2_SCORE_FACTOR: Factor on the scores times log2(e), since the kernels exponentiate with exp2.
+        SUM_FACTOR: Power of two next to the factor on the scores, on float32 sums of gradients: gradients of scores in
+            float16 would lose small numbers if the whole factor was theirs.
+        DSCORE_FACTOR: The rest of the factor on the scores, on their gradients.
         PRECISION: How Triton multiplies float32 tiles: "ieee" or "tf32x3".
         WIDEN_TO_FLOAT32: Whether operands are converted first: the interpreter multiplies the bits of bfloat16.
     """
@@ -35,8 +38,9 @@ class SparseSpec(AttentionSizes):
     VALUE_STRIDE: int
     VALUE_IS_FIRST_TILE: bool
     HAS_SINKS: bool
-    SCORE_SCALE: float
     LOG2_SCORE_FACTOR: float
+    SUM_FACTOR: float
+    DSCORE_FACTOR: float
     PRECISION: str
     WIDEN_TO_FLOAT32: bool
 
@@ -45,6 +49,7 @@ def make_spec(record: TokenSparseAttention) -> SparseSpec:
     """Returns the constants of a record's kernels on the device in use."""
     (_, t, h, d), (_, s, hk, _) = record.query.shape, record.key.shape
     first, second = key_tile_columns(d)
+    sum_factor = 2.0 ** (math.frexp(record.softmax_scale)[1] - 1)  # 1/2 for a factor of 0
     return SparseSpec(
         T=t,
         S=s,
@@ -61,8 +66,9 @@ def make_spec(record: TokenSparseAttention) -> SparseSpec:
         VALUE_STRIDE=hk * (d if record.value is None else record.value_size),
         VALUE_IS_FIRST_TILE=value_is_first_tile(record),
         HAS_SINKS=record.softmax_aux is not None,
-        SCORE_SCALE=record.softmax_scale,
         LOG2_SCORE_FACTOR=record.softmax_scale * LOG2E,
+        SUM_FACTOR=sum_factor,
+        DSCORE_FACTOR=record.softmax_scale / sum_factor,
         PRECISION="tf32x3" if current_device().vendor == "nvidia" else "ieee",
         WIDEN_TO_FLOAT32=is_interpreting() and record.query.dtype == jnp.bfloat16,
     )

@@ -99,11 +99,12 @@ def _tile(
     weights = counts[:, None].astype(lse.dtype) * jnp.exp(scores - lse[..., None])
     weights = jnp.where(is_listed, weights, 0)
     dweights = product("tgv,tkv->tgk", cotangent, value)
-    dscores = weights * (dweights - delta[..., None]) * record.softmax_scale
+    dscores = weights * (dweights - delta[..., None])
     dscores = jnp.where(is_listed, dscores, 0).astype(query.dtype)
     weights = weights.astype(value.dtype)
     return (
-        product("tgk,tkd->tgd", dscores, key),
-        product("tgk,tgd->tkd", dscores, query),
+        # The scale multiplies float32 sums: float16 scores would lose small gradients.
+        product("tgk,tkd->tgd", dscores, key) * record.softmax_scale,
+        product("tgk,tgd->tkd", dscores, query) * record.softmax_scale,
         product("tgk,tgv->tkv", weights, cotangent),
     )

@@ -1,4 +1,4 @@
-"""The terms of the backward pass that each query head has once, whatever keys it lists."""
+"""Computes the terms of the backward pass that each query head has once: they do not depend on the key."""
 
 from typing import NamedTuple
 
@@ -10,12 +10,12 @@ from ejkernel.types.pullback import Pullback
 
 
 class SoftmaxGradientTerms(NamedTuple):
-    """Terms of the gradient of each weight: `p (<cotangent, v> - delta)` with `p = exp(s - lse)`. B, T, H as in the
+    """Terms of the gradient of each score s: `p (<cotangent, v> - delta)` with `p = exp(s - lse)`. B, T, H as in the
     record.
 
     Attributes:
-        delta: [B, T, H] in the accumulator's dtype.
-        lse: [B, T, H], 0 where a query has nothing to attend to.
+        delta: [B, T, H] in the accumulator's dtype: <cotangent, output>, less the cotangent of lse.
+        lse: [B, T, H], 0 where it is -inf: a query has nothing to attend to.
     """
 
     delta: jax.Array

@@ -83,18 +83,20 @@ def sparse_bwd_dkdv_kernel(
             scores = dot_rows(k, k_rest, q, q_rest, spec) * spec.LOG2_SCORE_FACTOR
             # Rows of padding heads are 0 in q and do, so their weights of exp2(0) add nothing.
             weights = tl.where((index >= 0)[:, None], tl.exp2(scores - lse_rows[None, :]), 0.0)
-            dscores = weights * (dot(v, tl.trans(do), spec) - delta_rows[None, :]) * spec.SCORE_SCALE
+            dscores = weights * (dot(v, tl.trans(do), spec) - delta_rows[None, :]) * spec.DSCORE_FACTOR
             dscores = dscores.to(q.dtype)
             dk = add_dot(dk, dscores, q, spec)
             if spec.BR:
                 dk_rest = add_dot(dk_rest, dscores, q_rest, spec)
             if spec.VALUE_IS_FIRST_TILE:
-                dk = add_dot(dk, weights.to(do.dtype), do, spec)
+                # The sum of both is multiplied by SUM_FACTOR below.
+                dk = add_dot(dk, (weights * (1.0 / spec.SUM_FACTOR)).to(do.dtype), do, spec)
             else:
                 dv = add_dot(dv, weights.to(do.dtype), do, spec)
         row = (tl.cast(batch, tl.int64) * spec.T + token) * spec.K + first_entry
-        _store_entries(entry_dkey, row, first_entry, kv_head, dk, spec.D, 0, spec.BD, BLOCK_KV, spec)
+        _store_entries(entry_dkey, row, first_entry, kv_head, dk * spec.SUM_FACTOR, spec.D, 0, spec.BD, BLOCK_KV, spec)
         if spec.BR:
+            dk_rest *= spec.SUM_FACTOR
             _store_entries(entry_dkey, row, first_entry, kv_head, dk_rest, spec.D, spec.BD, spec.BR, BLOCK_KV, spec)
         if not spec.VALUE_IS_FIRST_TILE:
             _store_entries(entry_dvalue, row, first_entry, kv_head, dv, spec.DV, 0, spec.BV, BLOCK_KV, spec)

@@ -66,12 +66,13 @@ def sparse_bwd_dq_kernel(
         v = load_values(value, index, k, spec)
         scores = dot_rows(q, q_rest, k, k_rest, spec) * spec.LOG2_SCORE_FACTOR
         weights = tl.where((index >= 0)[None, :], tl.exp2(scores - lse_rows[:, None]), 0.0)
-        dscores = weights * (dot(do, tl.trans(v), spec) - delta_rows[:, None]) * spec.SCORE_SCALE
+        dscores = weights * (dot(do, tl.trans(v), spec) - delta_rows[:, None]) * spec.DSCORE_FACTOR
         dscores = tl.where((index >= 0)[None, :], dscores, 0.0).to(k.dtype)
         acc = add_dot(acc, dscores, k, spec)
         if spec.BR:
             acc_rest = add_dot(acc_rest, dscores, k_rest, spec)
     dquery += tl.cast(batch, tl.int64) * (spec.T * spec.H * spec.D)
-    store_head_rows(dquery, token, first_head, end_head, acc, spec.D, 0, spec.BD, HEADS, spec)
+    store_head_rows(dquery, token, first_head, end_head, acc * spec.SUM_FACTOR, spec.D, 0, spec.BD, HEADS, spec)
     if spec.BR:
+        acc_rest *= spec.SUM_FACTOR
         store_head_rows(dquery, token, first_head, end_head, acc_rest, spec.D, spec.BD, spec.BR, HEADS, spec)

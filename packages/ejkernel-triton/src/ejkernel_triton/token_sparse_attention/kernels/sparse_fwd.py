@@ -8,7 +8,7 @@
     epilogue: output = acc / l, lse = m + log l
 
 Neighbouring queries list different keys, so a tile of scores has the heads of one query as rows. Programs of the same
-query are consecutive and share its keys in L2.
+query and KV head, 2 of 64 heads in the latent form, are consecutive and read the same keys from L2.
 
 Source: the attention of DeepSeek Sparse Attention, DeepSeek-V3.2-Exp (DeepSeek-AI, 2025).
 """

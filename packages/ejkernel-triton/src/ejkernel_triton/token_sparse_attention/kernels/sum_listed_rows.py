@@ -23,12 +23,13 @@ def sum_listed_rows_kernel(
     """Adds the rows of one key and list to `sums` [S, NUM_LISTS, WIDTH], which starts as `earlier_sums`, in its memory.
 
     `entry_rows` is [E, NUM_LISTS, WIDTH], `entries_by_key` [NUM_LISTS, E] the entries ordered by key, and `key_bounds`
-    [NUM_LISTS, S + 1] where each key's entries begin. COLUMNS is WIDTH, padded to a power of two.
+    [NUM_LISTS, S + 1] where each key's entries begin. A program has COLUMNS columns, a power of two.
     """
+    COLUMN_TILES: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     program = tl.program_id(0)
-    key = program % NUM_KEYS
-    list_index = (program // NUM_KEYS) % NUM_LISTS
-    batch = program // (NUM_KEYS * NUM_LISTS)
+    key = (program // COLUMN_TILES) % NUM_KEYS
+    list_index = (program // (COLUMN_TILES * NUM_KEYS)) % NUM_LISTS
+    batch = program // (COLUMN_TILES * NUM_KEYS * NUM_LISTS)
     bounds = batch_row_address(key_bounds, batch, per.KEY_BOUNDS, NUM_LISTS * (NUM_KEYS + 1))
     bounds += list_index * (NUM_KEYS + 1) + key
     begin, end = tl.load(bounds), tl.load(bounds + 1)
@@ -36,7 +37,7 @@ def sum_listed_rows_kernel(
         entries_by_key = batch_row_address(entries_by_key, batch, per.ENTRIES_BY_KEY, NUM_LISTS * NUM_ENTRIES)
         entries_by_key += list_index * NUM_ENTRIES
         entry_rows = batch_row_address(entry_rows, batch, per.ENTRY_ROWS, NUM_ENTRIES * NUM_LISTS * WIDTH)
-        columns = tl.arange(0, COLUMNS)
+        columns = (program % COLUMN_TILES) * COLUMNS + tl.arange(0, COLUMNS)
         valid = columns < WIDTH
         at = sums + tl.cast(batch, tl.int64) * (NUM_KEYS * NUM_LISTS * WIDTH) + columns
         at += tl.cast(key * NUM_LISTS + list_index, tl.int64) * WIDTH

@@ -54,6 +54,7 @@ _CASE_TABLE: tuple[Row[TokenSparseSizes], ...] = (
         (),
         (),
     ),
+    ("float16", dataclasses.replace(GQA_SIZES, dtype=jnp.float16), lambda k: {}, ("value",), ()),
     ("grouped heads, lse", GQA_SIZES, lambda k: {"return_lse": True}, ("value",), ()),
     (
         "lists by head, sinks",

@@ -59,9 +59,15 @@ class TokenSparseAttentionConfig(BaseOperationConfig):
 
     Attributes:
         block_q: Queries per tile.
+        block_k: Listed keys per tile.
+        num_warps: Warps per program.
+        num_stages: Software pipeline depth.
     """
 
     block_q: int | None = None
+    block_k: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
