@@ -71,8 +71,7 @@ def make_work_list(record: PagedAttention, spec: PagedSpec, row_positions: jax.A
         row = starts[sequence] + num_skipped
         position, last_position = _position_range_of_rows(row_positions, row, tokens, spec.tokens_per_tile)
     low, high = _key_range(record, spec, sequence, (position, last_position), tokens)
-    tables = _page_tables(record)
-    first = (num_skipped == 0) & (tokens > 0)
+    tables, first = _page_tables(record), (num_skipped == 0) & (tokens > 0)
     fields = {
         "sequence": sequence,
         "first_row": (base[sequence] + num_skipped * stride) * spec.group_size,
