@@ -138,14 +138,19 @@ def test_work_items_begin_where_copies_may_begin(queries):
     assert np.all(np.diff(rows) >= spec.query_rows_per_copy)
 
 
-def test_tables_without_entries_of_a_prefix_and_a_sequence_without_tokens():
-    """The pages of the prefix are those of the first sequence, and no row attends to what another table lists there."""
-    sizes = PagedSizes(kv_lens=(300, 0, 130), dtype=jnp.bfloat16, g=2, h=4)
+@pytest.mark.parametrize("prefix", [36, 128])
+def test_tables_without_entries_of_a_prefix_and_a_sequence_without_tokens(prefix):
+    """The pages of the prefix are those of the first sequence, and no row attends to what another table lists there.
+
+    The query row of the sequence without tokens holds NaN.
+    """
+    sizes = PagedSizes(kv_lens=(300, 0, 140), dtype=jnp.bfloat16, g=2, h=4)
     record = lowered("page_attention", paged_inputs.page_inputs, sizes)
     tables = np.array(record.block_tables)
-    pages = 36 // record.key_pages.shape[record.kv_layout.index("s")]
+    pages = prefix // record.key_pages.shape[record.kv_layout.index("s")]
     tables[1:, :pages] = -1
-    record = dataclasses.replace(record, block_tables=jnp.asarray(tables), shared_prefix=jnp.int32(36))
+    query = record.query.at[1].set(jnp.nan)
+    record = dataclasses.replace(record, query=query, block_tables=jnp.asarray(tables), shared_prefix=jnp.int32(prefix))
     check(record, SINGLE)
 
 

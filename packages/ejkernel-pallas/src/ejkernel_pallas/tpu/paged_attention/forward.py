@@ -74,8 +74,10 @@ def _merge_prefix(
 ) -> tuple[jax.Array, jax.Array]:
     """Merges output [T, H, Dv] and lse [T, H] over a shared prefix and over the keys after it."""
     is_query = positions_and_contexts_of_rows(record)[:, 0] >= 0
+    # The query row of a sequence without tokens may hold NaN, and 0 times NaN is NaN.
+    output = jnp.where(is_query[:, None, None], prefix[0], 0)
     lse = jnp.where(is_query[:, None], prefix[1], -jnp.inf)
-    output, lse = merge(*(PartialAttention(x[None], y.T[None]) for x, y in ((prefix[0], lse), suffix)))
+    output, lse = merge(*(PartialAttention(x[None], y.T[None]) for x, y in ((output, lse), suffix)))
     return output[0].astype(record.query.dtype), lse[0].T
 
 

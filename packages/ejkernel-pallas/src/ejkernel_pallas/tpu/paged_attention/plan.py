@@ -166,7 +166,9 @@ def _key_range(
         low = jnp.maximum(low, first // size * size)
         high = jnp.minimum(high, (last // size + 1) * size)
     low = jnp.maximum(low, 0)
-    return low, jnp.where(num_tokens > 0, jnp.maximum(high, low), low)
+    # A tile without keys begins at 0, so that nothing is copied or computed for it.
+    has_keys = (num_tokens > 0) & (high > low)
+    return jnp.where(has_keys, low, 0), jnp.where(has_keys, high, 0)
 
 
 def _page_tables(record: PagedAttention) -> jax.Array:
