@@ -253,7 +253,8 @@ def read_rows(path: Path) -> dict[str, dict[str, Sequence[object]]]:
 
 def write_rows(path: Path, found: Mapping[str, Mapping[str, Sequence[object]]]) -> None:
     """Writes the rows of kernels that there still are, in the order of the cases."""
-    parts = [f"With `--update`, row by row: the estimates are the same in every run\n\n{shared.report.heading()}"]
+    intro = "Updated row by row, last by the command below: the estimates are the same in every run"
+    parts = [f"{intro}\n\n{shared.report.heading()}"]
     for target in filter(found.get, CHIPS):
         rows = [found[target][label] for label in labels() if label in found[target]]
         parts.append(f"## {target}\n\n{shared.report.markdown_table(COLUMNS, rows)}\n")
@@ -264,14 +265,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a kernel of each kind, for v5e")
     parser.add_argument("--target", action="append", choices=list(CHIPS), help="repeatable; all if left out")
-    parser.add_argument("--only", default="", help="a word in the kernel's name")
+    parser.add_argument("--only", action="append", help="a word in the kernel's name; repeatable")
     parser.add_argument("--update", type=Path, help="file of results whose rows are replaced, and others kept")
     arguments = parser.parse_args()
     print(shared.report.heading())
     if importlib.util.find_spec("libtpu") is None:
         print("libtpu is not installed: pip install 'ejkernel-pallas[aot]'")
         return
-    cases = [made for made in (QUICK if arguments.quick else ALL) if arguments.only in made.label]
+    words = arguments.only or [""]
+    cases = [made for made in (QUICK if arguments.quick else ALL) if any(word in made.label for word in words)]
     for target in arguments.target or (["v5e"] if arguments.quick else CHIPS):
         reports = profile_many(cases, target=target)
         rows = [row(part) for report in reports for part in parts(report)]

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
@@ -33,7 +34,7 @@ def _accelerator_names() -> list[str]:
 def heading() -> str:
     """Machine, how busy it is, accelerators, versions and command, as Markdown."""
     packages = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "jaxlib", "ejkernel-core"))
-    command = " ".join(["python", "/".join(Path(sys.argv[0]).resolve().parts[-3:]), *sys.argv[1:]])
+    command = shlex.join(["python", "/".join(Path(sys.argv[0]).resolve().parts[-3:]), *sys.argv[1:]])
     accelerator = "".join(f"; {kind}" for kind in _accelerator_names())
     busy = f"; load average {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
     return f"`{command}`\n\n{cpu_name()}{accelerator}{busy}; Python {platform.python_version()}, {packages}\n"
