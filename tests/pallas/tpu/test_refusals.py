@@ -11,7 +11,10 @@ from ejkernel.ops.plugins import registry
 from ejkernel.ops.refusal_names import ARGUMENTS_OF_FIELDS, name_public_argument
 
 TPU = Path(ejkernel_pallas.__file__).parent / "tpu"
-FIELDS_OF_FEW_OPERATIONS = {"compute_dtype", "pattern", "rhs_bias", "existing_out", "preferred_element_type", "{name}"}
+FIELDS_OF_FEW_OPERATIONS = {
+    *("compute_dtype", "pattern", "rhs_bias", "shared_prefix"),
+    *("existing_out", "preferred_element_type", "{name}"),
+}
 """Fields that are None in the records of the other operations; `{name}` loops over the last two."""
 SERVED = [
     (name, i)
