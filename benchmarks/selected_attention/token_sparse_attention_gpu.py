@@ -33,7 +33,7 @@ LISTED, QUERIES, XLA_QUERIES = 2048, 4096, 256
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Sizes of a layer; a latent one has no values beside its keys."""
+    """Sizes of a layer; a latent one has no values in addition to its keys."""
 
     name: str
     heads: int

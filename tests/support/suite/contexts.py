@@ -29,7 +29,7 @@ def shared(make: Callable[[], Any]) -> Callable[[], Any]:
     context: Any = None
     uses = 0
 
-    def made() -> Any:
+    def make_or_reuse() -> Any:
         nonlocal context, uses
         if threading.current_thread() is not threading.main_thread() or jax.default_backend() != "cpu":
             return make()
@@ -38,4 +38,4 @@ def shared(make: Callable[[], Any]) -> Callable[[], Any]:
         uses += 1
         return context
 
-    return made
+    return make_or_reuse
