@@ -1,5 +1,7 @@
 """Weights of few bits: `quantize`, `dequantize` and `prepack_quantized_weights`, for `quantized_matmul`.
 
+`pack_fp8_latents` and `unpack_fp8_latents` are for latent caches of 8 bits, which `token_sparse_attention` reads.
+
 Weights are [out_features, in_features] = [N, K], as a layer `y = x w^T` has them. `axis` says how they lie:
 
     axis    packed                       scales, zeros              groups run along   quantized_matmul
@@ -21,6 +23,7 @@ from jax import lax
 
 from ejkernel import _compat
 from ejkernel.checkpoints import from_awq, from_compressed_tensors, from_fp8_blocks, from_gptq, from_mxfp4, from_nvfp4
+from ejkernel.planning.fp8_latents import pack_fp8_latents, unpack_fp8_latents
 from ejkernel.planning.quantized_formats import (
     MODES,
     WORD_BITS,
@@ -46,8 +49,10 @@ __all__ = [
     "from_gptq",
     "from_mxfp4",
     "from_nvfp4",
+    "pack_fp8_latents",
     "prepack_quantized_weights",
     "quantize",
+    "unpack_fp8_latents",
 ]
 
 # `ejkernel.quantization.quantized_array` is an old import path below this module, which therefore has to be a package.

@@ -6,19 +6,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from token_sparse_loop import fp8_row
 from token_sparse_loop import token_sparse_attention as loop
 
+import ejkernel
 from ejkernel.modules import flash_attention, lightning_indexer, token_sparse_attention
 from ejkernel.modules.operations.configs import TokenSparseAttentionConfig
 from ejkernel.modules.operations.token_sparse_attention import OP
+from ejkernel.quantization import pack_fp8_latents, unpack_fp8_latents
 
 CASES = {case.name: case for case in OP.cases if "ci" in case.tags}
 SMALL = TokenSparseAttentionConfig(block_q=4)
 
 
-@pytest.mark.parametrize("name", ["lists by head, sinks", "latent", "empty lists"])
+@pytest.mark.parametrize(
+    "name", ["lists by head, sinks", "latent", "empty lists", "pages, grouped heads", "pages of fp8 latents"]
+)
 def test_attends_as_a_loop_over_listed_keys(name):
-    """In both forms, with indices of no key, keys listed twice, and queries that list none."""
+    """In both forms, dense and over pages, with indices of no key, keys listed twice, and queries that list none."""
     args = CASES[name].make(jax.random.key(0))
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(args)}
     output, lse = token_sparse_attention(**given | {"return_lse": True}, cfg=SMALL)
@@ -133,9 +138,106 @@ def test_memory_of_both_passes_is_linear_in_the_queries():
     assert large < 32768**2 / 8
 
 
+@pytest.fixture(scope="module")
+def paged():
+    """A call over pages of grouped heads, by argument."""
+    args = CASES["pages, grouped heads"].make(jax.random.key(0))
+    return {f.name: x for f in dataclasses.fields(args) if (x := getattr(args, f.name)) is not None}
+
+
+def test_gradients_over_pages_are_those_of_the_same_keys_in_rows(paged):
+    """Of query, keys and values; two requests share a page, whose gradients are summed."""
+    tables, tokens = paged["block_tables"], jnp.arange(16)
+    has_page = jnp.repeat((tables >= 0) & (tables < 11), 4, axis=1)
+    is_token = has_page & (tokens < paged["kv_lens"][:, None])
+    indices = paged["indices"]
+    listed = is_token[jnp.arange(3)[:, None, None], jnp.clip(indices, 0, 15)] & (indices >= 0) & (indices < 16)
+    dense = {name: x for name, x in paged.items() if name not in ("block_tables", "kv_lens")}
+
+    def over_pages(*arrays):
+        return sum(jnp.sum(x) for x in token_sparse_attention(**paged | dict(zip(names, arrays, strict=True))))
+
+    def over_rows(query, *pages):
+        rows = (x.at[tables].get(mode="fill", fill_value=0).reshape(3, 16, *x.shape[2:]) for x in pages)
+        call = dense | dict(zip(names, (query, *rows), strict=True)) | {"indices": jnp.where(listed, indices, -1)}
+        return sum(jnp.sum(x) for x in token_sparse_attention(**call))
+
+    names = ("query", "key", "value")
+    got, want = (jax.grad(f, argnums=(0, 1, 2))(*(paged[n] for n in names)) for f in (over_pages, over_rows))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), got, want)
+
+
+def test_no_cache_is_copied():
+    """A decode step over pages of several KV heads, and of fp8 latents, needs memory for its listed keys only."""
+
+    def temporaries(key, query, **options):
+        def step(query, key, indices, tables):
+            value = None if options else key
+            return token_sparse_attention(query, key, value, indices, block_tables=tables, **options)
+
+        arrays = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 1, 8), (4, 64))]
+        return jax.jit(step).lower(query, key, *arrays).compile().memory_analysis().temp_size_in_bytes
+
+    grouped = jax.ShapeDtypeStruct((512, 16, 4, 32), jnp.float32), jax.ShapeDtypeStruct((4, 1, 8, 32), jnp.float32)
+    assert temporaries(*grouped) < 2**20  # the keys are 2**22 bytes
+    latent = jax.ShapeDtypeStruct((2048, 16, 1, 148), jnp.uint8), jax.ShapeDtypeStruct((4, 1, 8, 136), jnp.bfloat16)
+    assert temporaries(*latent, key_format="fp8_latents", value_size=128, softmax_scale=0.1) < 2**20
+
+
+def test_rows_of_656_bytes_hold_what_was_packed():
+    """512 channels of e4m3 with a scale per 128, and 64 of bfloat16; with zeros, and one channel above all others."""
+    latents = jax.random.normal(jax.random.key(0), (5, 576)).at[0, :128].set(0).at[1, 3].set(1e4)
+    rows = pack_fp8_latents(latents, 512)
+    assert rows.shape == (5, 656)
+    assert rows.dtype == jnp.uint8
+    got = unpack_fp8_latents(rows, 512)
+    np.testing.assert_array_equal(got[:, 512:], latents[:, 512:].astype(jnp.bfloat16).astype(jnp.float32))
+    np.testing.assert_allclose(got, [fp8_row(row, 512) for row in np.asarray(rows)], rtol=1e-6)
+    groups = latents[:, :512].reshape(5, 4, 128)
+    half_subnormal = jnp.max(jnp.abs(groups), axis=-1, keepdims=True) / 448 * 2.0**-10
+    error = jnp.abs(got[:, :512].reshape(groups.shape) - groups)
+    assert jnp.all(error <= 1.001 * jnp.maximum(jnp.abs(groups) / 16, half_subnormal))
+
+
+def test_triton_refuses_the_format_of_keys_by_name(paged):
+    """It does not refuse pages of numbers for what they are: their queries are one row."""
+    latents = CASES["pages of fp8 latents"].make(jax.random.key(0))
+    call = {f.name: getattr(latents, f.name) for f in dataclasses.fields(latents)}
+    for arguments, is_refused in ((call, True), (paged, False)):
+        verdicts = ejkernel.explain(token_sparse_attention, **arguments).forward.verdicts
+        (triton,) = (v for v in verdicts if v.implementation.platform == "triton")
+        assert ("key_format is not handled" in triton.reasons) is is_refused
+        assert not any("block_tables" in reason or "kv_lens" in reason for reason in triton.reasons)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"kv_lens": jnp.ones((2,), int)}, r"kv_lens: got shape \(2,\), wants \[B=3\]"),
+        ({"block_tables": None}, r"key: got shape \(11, 4, 2, 24\), wants \[B=3, S, Hk, D=24\]"),
+        ({"block_tables": jnp.ones((2, 4), int)}, r"block_tables: got shape \(2, 4\), wants \[B=3, N\]"),
+        ({"key_format": "fp8"}, "key_format: got str 'fp8', wants one of None, 'fp8_latents'"),
+        ({"key_format": "fp8_latents"}, "value: got shape .* wants None with key_format='fp8_latents'"),
+        (
+            {"key_format": "fp8_latents", "value": None, "value_size": 16, "softmax_scale": 1.0},
+            "value_size: got 16, wants a multiple of 128 with key_format='fp8_latents'",
+        ),
+        (
+            {"query": jnp.zeros((3, 3, 4, 136)), "value": None, "value_size": 128, "softmax_scale": 1.0}
+            | {"key_format": "fp8_latents"},
+            "key: got float32.* wants 148 bytes per row, uint8 or float8_e4m3fn, for 128 \\+ 8 channels",
+        ),
+    ],
+)
+def test_a_wrong_call_over_pages_is_refused_by_name(paged, change, message):
+    with pytest.raises(ValueError, match=message):
+        token_sparse_attention(**paged | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kv_lens": jnp.ones(1, int)}, r"kv_lens: got shape \(1,\) with block_tables None, wants both or neither"),
         ({"value": None}, "value_size: got None with value None, wants how many leading entries of key are its value"),
         ({"value": None, "value_size": 9}, "value_size: got 9, wants at most the 8 entries of key"),
         ({"value": None, "value_size": 8}, "softmax_scale: got None with value None, wants a scale: 8 is the size of"),

@@ -8,7 +8,6 @@ from ejkernel.families.token_sparse_attention import FAMILY
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.ops.device import DeviceInfo, current_device
 from ejkernel.ops.params import Direction
-from ejkernel.types.arguments import optional_fields
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 from ejkernel_triton.token_sparse_attention import config
 
@@ -43,7 +42,7 @@ def implementations() -> tuple[Implementation, ...]:
             priority=_priority,
             requires=triton_requires(
                 head_dims=range(1, MAX_HEAD_DIM + 1),
-                handles={*optional_fields(FAMILY.record), "lse_cotangent"},
+                handles={"value", "softmax_aux", "lse_cotangent"},
                 extra_reasons=shared_memory_refusal_reasons,
             ),
             config=ConfigSpace.of(config, forward=config.SparseForward, backward=config.SparseBackward),

@@ -63,12 +63,14 @@ def _head_gradients(head: HeadRows, record: TokenSparseAttention, config: QueryT
         query, indices, *more = tile
         indices, counts = count_listed(indices)
         dquery, dkey, dvalue = _tile(query, indices, counts, (more[0], more[1], more[2]), head, record)
-        if head.value is None:
+        if record.key_format is not None:  # keys that are bytes have no gradient
+            return sums, dquery
+        if record.value is None:
             missing = dkey.shape[-1] - dvalue.shape[-1]
             return (add_to_rows(sums[0], indices, dkey + jnp.pad(dvalue, ((0, 0), (0, 0), (0, missing)))), None), dquery
         return (add_to_rows(sums[0], indices, dkey), add_to_rows(sums[1], indices, dvalue)), dquery
 
-    start = (jnp.zeros(head.key.shape, dtype), None if head.value is None else jnp.zeros(head.value.shape, dtype))
+    start = tuple(None if x is None else jnp.zeros((x.shape[1], x.shape[3]), dtype) for x in (record.key, record.value))
     (dkey, dvalue), dquery = lax.scan(step, start, tiles)
     return join_tiles(dquery, head.query.shape[0]), dkey, dvalue
 

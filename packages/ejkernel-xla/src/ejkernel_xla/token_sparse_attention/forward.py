@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.lightning_indexer import take_keys
 from ejkernel.families.tiled_attention import SoftmaxResiduals
-from ejkernel.families.token_sparse_attention import TokenSparseAttention, accumulator
+from ejkernel.families.token_sparse_attention import TokenSparseAttention, accumulator, decode_keys
 from ejkernel.planning.precision import product_precision
 from ejkernel_xla.query_tiles import QueryTile, join_tiles, split_into_tiles
-from ejkernel_xla.token_sparse_attention.plan import HeadRows, finite, for_each_head, to_query_major
+from ejkernel_xla.token_sparse_attention.plan import HeadRows, finite, for_each_head, take_listed, to_query_major
 
 
 def forward(record: TokenSparseAttention, config: QueryTile) -> tuple[jax.Array, SoftmaxResiduals]:
@@ -65,8 +64,8 @@ def scores_of_listed(
     query: jax.Array, indices: jax.Array, head: HeadRows, record: TokenSparseAttention
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns scores [t, g, K], -inf where no key is listed, and the listed keys [t, K, D] and values [t, K, Dv]."""
-    key = take_keys(head.key, indices)
-    value = key[..., : record.value_size] if head.value is None else take_keys(head.value, indices)
+    key = decode_keys(take_listed(record.key, head, indices), record, query.dtype)
+    value = key[..., : record.value_size] if record.value is None else take_listed(record.value, head, indices)
     scores = product("tgd,tkd->tgk", query, key) * record.softmax_scale
     return jnp.where((indices >= 0)[:, None], scores, -jnp.inf), key, value
 

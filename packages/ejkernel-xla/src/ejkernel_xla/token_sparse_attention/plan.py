@@ -17,42 +17,49 @@ class HeadRows(NamedTuple):
 
     Attributes:
         query: [T, g, D].
-        key: [S, D].
-        value: [S, Dv]; None where it is a slice of the key.
         indices: [T, K].
         extra_arrays: Arrays [T, g, ...].
+        row: [] int32, the batch row.
+        head: [] int32, the KV head.
     """
 
     query: jax.Array
-    key: jax.Array
-    value: jax.Array | None
     indices: jax.Array
     extra_arrays: Arrays
+    row: jax.Array
+    head: jax.Array
 
 
 def for_each_head(function: Callable[[HeadRows], Any], record: TokenSparseAttention, *extra_arrays: jax.Array) -> Any:
     """Returns the results of a function of each batch row and KV head, [B, Hk, ...].
+
+    Keys and values are not among what is split, as they may be a cache: the function reads them from the record.
 
     Args:
         function: What is computed.
         record: The record.
         extra_arrays: Arrays [B, T, H, ...] that the function gets as well.
     """
-    kv_heads, shared = record.key.shape[2], record.indices.shape[2] == 1
+    (rows, _, kv_heads, _), shared = record.key.shape, record.indices.shape[2] == 1
+    every_head = jnp.arange(kv_heads, dtype=jnp.int32)
 
     def row(arrays: tuple[Any, ...]) -> Any:
-        query, key, value, indices, extra_arrays = arrays
-        by_head = (_to_head_major(query, kv_heads), key.swapaxes(0, 1), None if value is None else value.swapaxes(0, 1))
+        index, query, indices, extra_arrays = arrays
         extra_arrays = tuple(_to_head_major(x, kv_heads) for x in extra_arrays)
         lists = None if shared else indices.swapaxes(0, 1)
 
         def head(arrays: tuple[Any, ...]) -> Any:
-            (query, key, value), listed, extra_arrays = arrays
-            return function(HeadRows(query, key, value, indices[:, 0] if listed is None else listed, extra_arrays))
+            number, query, listed, extra_arrays = arrays
+            return function(HeadRows(query, indices[:, 0] if listed is None else listed, extra_arrays, index, number))
 
-        return lax.map(head, (by_head, lists, extra_arrays))
+        return lax.map(head, (every_head, _to_head_major(query, kv_heads), lists, extra_arrays))
 
-    return lax.map(row, (record.query, record.key, record.value, record.indices, extra_arrays))
+    return lax.map(row, (jnp.arange(rows, dtype=jnp.int32), record.query, record.indices, extra_arrays))
+
+
+def take_listed(x: jax.Array, head: HeadRows, indices: jax.Array) -> jax.Array:
+    """Returns rows of x [B, S, Hk, n] at some indices [..., K], 0 for an index below 0: [..., K, n]."""
+    return jnp.where((indices >= 0)[..., None], x[head.row, jnp.maximum(indices, 0), head.head], 0)
 
 
 def _to_head_major(x: jax.Array, kv_heads: int) -> jax.Array:

@@ -1,7 +1,7 @@
 """The token-sparse attention family: every query attends to the keys that it lists by their indices."""
 
 from ejkernel.families.contract import Family
-from ejkernel.families.token_sparse_attention.record import TokenSparseAttention, accumulator
+from ejkernel.families.token_sparse_attention.record import FP8_LATENTS, TokenSparseAttention, accumulator, decode_keys
 from ejkernel.families.token_sparse_attention.reference import reference
 from ejkernel.families.token_sparse_attention.softmax_gradient import (
     SoftmaxGradientTerms,
@@ -11,9 +11,11 @@ from ejkernel.families.token_sparse_attention.softmax_gradient import (
 
 __all__ = [
     "FAMILY",
+    "FP8_LATENTS",
     "SoftmaxGradientTerms",
     "TokenSparseAttention",
     "accumulator",
+    "decode_keys",
     "reference",
     "sink_gradient",
     "softmax_gradient_terms",

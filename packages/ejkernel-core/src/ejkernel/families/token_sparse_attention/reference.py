@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.tiled_attention import SoftmaxResiduals
-from ejkernel.families.token_sparse_attention.record import TokenSparseAttention, accumulator
+from ejkernel.families.token_sparse_attention.record import TokenSparseAttention, accumulator, decode_keys
 
 
 def reference(record: TokenSparseAttention) -> tuple[jax.Array, SoftmaxResiduals]:
@@ -36,10 +36,11 @@ def reference(record: TokenSparseAttention) -> tuple[jax.Array, SoftmaxResiduals
     """
     dtype = accumulator(record)
     (rows, tokens, heads, channels), kv_heads = record.query.shape, record.key.shape[2]
-    value = record.key[..., : record.value_size] if record.value is None else record.value
+    keys = decode_keys(record.key, record, dtype)
+    value = keys[..., : record.value_size] if record.value is None else record.value
     indices = jnp.broadcast_to(record.indices, (rows, tokens, kv_heads, record.indices.shape[3]))
     is_listed = (indices >= 0)[:, :, :, None]
-    key, value = (_gather_listed(x.astype(dtype), indices) for x in (record.key, value))
+    key, value = (_gather_listed(x.astype(dtype), indices) for x in (keys, value))
     query = record.query.astype(dtype).reshape(rows, tokens, kv_heads, heads // kv_heads, channels)
     highest = lax.Precision.HIGHEST
     scores = jnp.einsum("btghd,btgkd->btghk", query, key, precision=highest) * record.softmax_scale
