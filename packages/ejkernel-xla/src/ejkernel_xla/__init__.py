@@ -4,6 +4,7 @@ from ejkernel.ops import Implementation, hookimpl
 from ejkernel_xla import (
     attention_weights,
     causal_convolution,
+    collective_matmul,
     cross_entropy,
     expert_routing,
     gated_grouped_matmul,
@@ -38,6 +39,7 @@ FAMILIES = (
     segment_pooling,
     grouped_matmul,
     quantized_matmul,
+    collective_matmul,
     selective_scan,
     recurrent_network,
     causal_convolution,

@@ -13,9 +13,15 @@ from ejkernel_conformance.running import call, differentiable_inputs, leaves_by_
 from ejkernel_conformance.subjects import inputs, pinned_plan
 
 SHARED, SPLIT = PartitionSpec(), PartitionSpec("rows")
-# Ring attention has devices of its own to talk to. The losses return numbers without axes, which `shard_map` cannot put
-# together; their tests run them over devices.
-OTHERS = {"ring_attention", "fused_cross_entropy", "fused_kl_divergence"}
+# Ring attention and the collective products have devices of their own to talk to. The losses return numbers without
+# axes, which `shard_map` cannot put together. Their tests run all of these over devices.
+OTHERS = {
+    "ring_attention",
+    "all_gather_matmul",
+    "reduce_scatter_matmul",
+    "fused_cross_entropy",
+    "fused_kl_divergence",
+}
 OPS = [op for op in registry().ops.values() if op.name not in OTHERS]
 
 

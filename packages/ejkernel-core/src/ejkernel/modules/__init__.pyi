@@ -4,6 +4,10 @@ Type checkers read it, and `ejkernel.modules.exports` does. One line is one modu
 `ejkernel.modules.operations`, except for `configs`, are the operations.
 """
 
+from ejkernel.modules.operations.all_gather_matmul import (
+    AllGatherMatmul as AllGatherMatmul,
+    all_gather_matmul as all_gather_matmul,
+)
 from ejkernel.modules.operations.attention import Attention as Attention, attention as attention
 from ejkernel.modules.operations.blocksparse_attention import (
     BlockSparseAttention as BlockSparseAttention,
@@ -130,6 +134,10 @@ from ejkernel.modules.operations.recurrent_attention import (
     RecurrentAttention as RecurrentAttention,
     recurrent as recurrent,
     recurrent_attention as recurrent_attention,
+)
+from ejkernel.modules.operations.reduce_scatter_matmul import (
+    ReduceScatterMatmul as ReduceScatterMatmul,
+    reduce_scatter_matmul as reduce_scatter_matmul,
 )
 from ejkernel.modules.operations.ring_attention import RingAttention as RingAttention, ring_attention as ring_attention
 from ejkernel.modules.operations.rnn import RNN as RNN, rnn as rnn

@@ -112,6 +112,28 @@ def quantized(rng: Rng) -> Drawn:
     return Drawn(values, given(transpose=transpose, group_size=group, bits=bits, mode=mode))
 
 
+def all_gather_product(rng: Rng) -> Drawn:
+    """Draws a call of `all_gather_matmul` on one device."""
+    transpose = some(rng, 0.5)
+    return _product(rng, transpose, rhs_transpose=transpose)
+
+
+def reduce_scatter_product(rng: Rng) -> Drawn:
+    """Draws a call of `reduce_scatter_matmul` on one device."""
+    return _product(rng, True)
+
+
+def _product(rng: Rng, transposes_y: bool, **options: Any) -> Drawn:
+    m, k, n = (pick(rng, (1, 5, 16, 64, 130, 256)) for _ in "mkn")
+    kind = dtype(rng)
+
+    def values(rng: Rng) -> Arrays:
+        y = normal(rng, (n, k) if transposes_y else (k, n), kind, k**-0.5)
+        return {"x": normal(rng, (m, k), kind), "y": y}
+
+    return Drawn(values, {"axis_name": None, **options})
+
+
 def pooling(rng: Rng) -> Drawn:
     """Draws a call of `mean_pooling` of rows or of packed sequences."""
     b, t, kind = int(rng.integers(1, 4)), tokens(rng, 200), dtype(rng)

@@ -15,6 +15,7 @@ from ejkernel_conformance.random_calls import dense, experts, losses, pages, rec
 from ejkernel_conformance.random_calls.draws import Drawn, Rng, harmless
 
 DRAWN: dict[str, Callable[[Rng], Drawn]] = {
+    "all_gather_matmul": experts.all_gather_product,
     "attention": functools.partial(dense.flash, op="attention"),
     "blocksparse_attention": dense.blocksparse,
     "causal_conv1d": recurrences.convolution,
@@ -50,6 +51,7 @@ DRAWN: dict[str, Callable[[Rng], Drawn]] = {
     "ragged_page_attention_v2": pages.version2,
     "ragged_page_attention_v3": pages.version3,
     "recurrent_attention": recurrences.recurrent,
+    "reduce_scatter_matmul": experts.reduce_scatter_product,
     "ring_attention": functools.partial(dense.flash, op="ring_attention"),
     "rnn": functools.partial(recurrences.network, gates=1),
     "rwkv4": recurrences.rwkv4,

@@ -44,6 +44,7 @@ from ejkernel.modules.operations.configuration.recurrence import (
     StateSpaceV2Config,
 )
 from ejkernel.modules.operations.configuration.sequence import (
+    AllGatherMatmulConfig,
     CausalConv1dConfig,
     ExpertRoutingConfig,
     FusedCrossEntropyConfig,
@@ -55,12 +56,14 @@ from ejkernel.modules.operations.configuration.sequence import (
     LSTMConfig,
     MeanPoolingConfig,
     QuantizedMatmulConfig,
+    ReduceScatterMatmulConfig,
     RNNConfig,
     StateSpaceV1Config,
 )
 from ejkernel.ops.params import BaseOperationConfig, BwdParams, FwdParams
 
 __all__ = [
+    "AllGatherMatmulConfig",
     "AttentionConfig",
     "BaseOperationConfig",
     "BlockSparseAttentionConfig",
@@ -105,6 +108,7 @@ __all__ = [
     "RaggedPageAttentionv2Config",
     "RaggedPageAttentionv3Config",
     "RecurrentAttentionConfig",
+    "ReduceScatterMatmulConfig",
     "RingAttentionConfig",
     "ScaledDotProductAttentionConfig",
     "StateSpaceV1Config",

@@ -99,6 +99,39 @@ class QuantizedMatmulConfig(_SequenceConfig):
 
 
 @dataclasses.dataclass(frozen=True)
+class AllGatherMatmulConfig(_SequenceConfig):
+    """Tiles and schedule of `all_gather_matmul`. `None` lets the heuristics decide.
+
+    Attributes:
+        block_n: Columns per tile.
+        block_k: Contracted elements per step.
+        num_warps: No kernel reads it.
+        num_stages: No kernel reads it.
+        block_m: Rows per tile.
+        overlap: Whether transfers go around a ring under the products of its steps; False for one collective of XLA.
+    """
+
+    block_n: int | None = None
+    block_k: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+    block_m: int | None = dataclasses.field(default=None, kw_only=True)
+    overlap: bool | None = dataclasses.field(default=None, kw_only=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReduceScatterMatmulConfig(_SequenceConfig):
+    """Tiles and schedule of `reduce_scatter_matmul`; fields as in `AllGatherMatmulConfig`."""
+
+    block_m: int | None = None
+    block_n: int | None = None
+    block_k: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+    overlap: bool | None = dataclasses.field(default=None, kw_only=True)
+
+
+@dataclasses.dataclass(frozen=True)
 class GatherReduceConfig(_SequenceConfig):
     """Tiles of `gather_reduce`. `None` lets the heuristics decide.
 

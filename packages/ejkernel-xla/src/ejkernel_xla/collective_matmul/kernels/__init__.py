@@ -1,0 +1,1 @@
+"""The rings of collective matmul, one per file, and the products of their steps."""
