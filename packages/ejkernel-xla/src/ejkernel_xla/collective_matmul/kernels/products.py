@@ -84,8 +84,9 @@ def weight_gradient(
         return product(record, lax.all_gather(local_rows, axis_name, axis=0, tiled=True), all_rows, 0, 0)
     length = local_rows.shape[0]
 
-    def use_rows(source: jax.Array, rows: jax.Array, total: jax.Array | None) -> jax.Array:
-        part = product(record, rows, lax.dynamic_slice_in_dim(all_rows, source * length, length, axis=0), 0, 0)
-        return part if total is None else total + part
+    def use_rows(source: jax.Array, rows: jax.Array, total: jax.Array) -> jax.Array:
+        rows_of_source = lax.dynamic_slice_in_dim(all_rows, source * length, length, axis=0)
+        return total + product(record, rows, rows_of_source, 0, 0)
 
-    return run_gather_ring(local_rows, axis_name, use_rows, None)
+    zeros = jnp.zeros((local_rows.shape[1], all_rows.shape[1]), accumulator(record))
+    return run_gather_ring(local_rows, axis_name, use_rows, zeros)
