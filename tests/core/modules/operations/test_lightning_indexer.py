@@ -22,12 +22,34 @@ def arguments(name):
     return {f.name: x for f in dataclasses.fields(args) if (x := getattr(args, f.name)) is not None}
 
 
-@pytest.mark.parametrize(
-    "name", ["packed, longer contexts, window", "padded rows, not causal", "equal scores", "more than there are"]
+LOOP_CASES = (
+    "packed, longer contexts, window",
+    "padded rows, not causal",
+    "equal scores",
+    "more than there are",
+    "pages of int8 keys",
+    "blocks, not rectified",
 )
+VARIANTS = {
+    "pages of fp8 keys, window, blocks": (
+        "pages of int8 keys",
+        {"block_size": 3, "top_k": 2, "sliding_window": (7, 0), "cum_seqlens_q": jnp.array([0, 1, 3, 5])},
+    ),
+    "two local blocks, padded rows": (
+        "blocks, not rectified",
+        {"local_blocks": 2, "cum_seqlens_q": jnp.array([0, 18, 27]), "cum_seqlens_k": jnp.array([0, 33, 44])},
+    ),
+    "positions of compressed keys": ("equal scores", {"q_positions": ((jnp.arange(33) + 1) // 4 - 1)[None]}),
+}
+
+
+@pytest.mark.parametrize("name", [*LOOP_CASES, *VARIANTS])
 def test_selects_what_a_loop_over_pairs_selects(name):
     """With tiles that divide neither queries nor keys; the scores of the cases are exact, and many are equal."""
-    given = arguments(name)
+    case, change = VARIANTS.get(name, (name, {}))
+    given = arguments(case) | change
+    if "fp8" in name:
+        given["key"] = given["key"].astype(jnp.float8_e4m3fn)
     indices, scores = lightning_indexer(**given, cfg=SMALL)
     want = loop(**{name: np.asarray(x) if hasattr(x, "shape") else x for name, x in given.items()})
     np.testing.assert_array_equal(indices, want[0])
@@ -113,6 +135,63 @@ def test_gradients_are_those_of_all_scores_at_once(inputs):
         np.testing.assert_allclose(got, right, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("over_pages", [False, True])
+def test_gradients_of_blocks_are_those_of_their_largest_keys(over_pages, inputs):
+    """Of query, keys and weights, without rectification; over pages with keys that are on no page."""
+    query, key, weights = inputs
+    key, scale = key[:, :20], 8**-0.5
+    options = {"top_k": 4, "block_size": 3, "rectify": False, "cfg": SMALL}
+    tables = jnp.array([[5, 1, 6, 0, 3]])  # pages of 4, 6 beyond the last
+    present = jnp.repeat((tables < 6) | jnp.bool_(not over_pages), 4, axis=1)
+    rows = tables.at[0, 2].set(2) if over_pages else jnp.arange(5)[None]
+    pages = jnp.zeros((6, 4, 8)).at[rows[0]].set(key.reshape(5, 4, 8))
+    selectable = (jnp.arange(20) <= jnp.arange(20)[:, None]) & present
+
+    def dense(query, key, weights):
+        products = scale * jnp.einsum("bthd,bsd->bths", query, key, precision="highest")
+        scores = jnp.where(selectable, jnp.einsum("bth,bths->bts", weights, products, precision="highest"), -jnp.inf)
+        blocks = jnp.pad(scores, ((0, 0), (0, 0), (0, 1)), constant_values=-jnp.inf).reshape(1, 20, 7, 3).max(axis=3)
+        best = jax.lax.top_k(blocks, 4)[0]
+        return jnp.sum(jnp.where(jnp.isneginf(best), 0, best) ** 2)
+
+    def sparse(query, key, weights):
+        more = {"block_tables": tables} if over_pages else {}
+        scores = lightning_indexer(query, key, weights, **more, **options)[1]
+        return jnp.sum(jnp.where(jnp.isneginf(scores), 0, scores) ** 2)
+
+    got = jax.grad(sparse, argnums=(0, 1, 2))(query, pages if over_pages else key, weights)
+    want = jax.grad(dense, argnums=(0, 1, 2))(query, key, weights)
+    dkey = got[1][rows[0]].reshape(1, 20, 8) if over_pages else got[1]
+    for x, y in zip((got[0], dkey, got[2]), want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+
+
+def test_keys_of_8_bits_are_constants_to_differentiation():
+    """Queries and weights have the gradients that keys in float32, times their scales, give them; scales have none."""
+    given = arguments("pages of int8 keys")
+    wide = given["key"].astype(jnp.float32) * given["key_scales"][..., None]
+
+    def loss(query, weights, key, scales):
+        call = given | {"query": query, "weights": weights, "key": key, "key_scales": scales}
+        scores = lightning_indexer(**call)[1]
+        return jnp.sum(jnp.where(jnp.isneginf(scores), 0, scores) ** 2)
+
+    scales = given["key_scales"]
+    got = jax.grad(loss, argnums=(0, 1, 3))(given["query"], given["weights"], given["key"], scales)
+    want = jax.grad(loss, argnums=(0, 1))(given["query"], given["weights"], wide, None)
+    for x, y in zip(got, (*want, jnp.zeros_like(scales)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_a_decode_step_reads_tiles_of_pages():
+    """It needs less memory than the keys of its requests."""
+    shapes = {"query": (4, 1, 4, 32), "key": (2048, 16, 32), "weights": (4, 1, 4), "block_tables": (4, 512)}
+    dtypes = {"key": jnp.int8, "block_tables": jnp.int32}
+    arrays = {name: jax.ShapeDtypeStruct(x, dtypes.get(name, jnp.float32)) for name, x in shapes.items()}
+    compiled = jax.jit(lambda arrays: lightning_indexer(**arrays, top_k=64)).lower(arrays).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * 512 * 16 * 32
+
+
 def test_memory_is_linear_in_the_queries_and_keys():
     """Of both passes: four times the memory for four times the tokens, and less than an array [T, S] of bits."""
 
@@ -141,6 +220,18 @@ def test_memory_is_linear_in_the_queries_and_keys():
         ({"key": jnp.ones((1, 44, 1, 8))}, r"key: got shape \(1, 44, 1, 8\), wants \[B=1, S, D=8\]"),
         ({"cum_seqlens_q": jnp.array([0, 20])}, "cum_seqlens_k: got None with 20 queries and 44 keys"),
         ({"sliding_window": 0}, "sliding_window: got int 0"),
+        ({"key_scales": jnp.ones((1, 44))}, "key_scales: got an array with keys of float32, wants None, or keys of 8"),
+        ({"local_blocks": 3}, "local_blocks: got 3, wants less than top_k=3"),
+        ({"kv_lens": jnp.array([44])}, r"kv_lens: got shape \(1,\) with block_tables None, wants both or neither"),
+        ({"block_tables": jnp.ones((2, 3), int)}, r"block_tables: got shape \(2, 3\), wants \[B=1, N\]"),
+        (
+            {"block_tables": jnp.zeros((1, 1), int), "cum_seqlens_q": jnp.array([0, 9, 20])},
+            r"cum_seqlens_q: got shape \(3,\), wants \[B\+1=2\]",
+        ),
+        (
+            {"block_size": 4, "cum_seqlens_q": jnp.array([0, 9, 20]), "cum_seqlens_k": jnp.array([0, 20, 44])},
+            "block_size: got 4 with 2 packed sequences in one row, wants 1",
+        ),
     ],
 )
 def test_a_wrong_call_is_refused_by_name(inputs, change, message):

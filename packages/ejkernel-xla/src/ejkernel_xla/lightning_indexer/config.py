@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Any
 
-from ejkernel.families.lightning_indexer import LightningIndexer
+from ejkernel.arithmetic import cdiv
+from ejkernel.families.lightning_indexer import LightningIndexer, num_keys
 from ejkernel.ops.params import Direction
 from ejkernel_xla.query_tiles import MAX_NUMBERS_PER_STEP
 from ejkernel_xla.sizes import check_positive
@@ -42,15 +43,16 @@ PUBLIC_FIELDS = {"block_q": "block_q", "block_k": "block_k"}
 
 
 def sizes(record: LightningIndexer, config: IndexerTiles) -> tuple[int, int]:
-    """Returns queries and keys per tile, no more than there are."""
-    return min(config.block_q, record.query.shape[1]), min(config.block_k, record.key.shape[1])
+    """Returns queries and keys per tile, no more than there are; keys fill whole blocks."""
+    block_k = min(config.block_k, num_keys(record))
+    return min(config.block_q, record.query.shape[1]), cdiv(block_k, record.block_size) * record.block_size
 
 
 def heuristic(record: LightningIndexer, device: Any, direction: Direction) -> IndexerTiles:
     """Returns tile sizes for a record on a device, not measured."""
     if direction == "forward" and device.platform == "gpu":
         return _whole_rows(record)
-    return _largest_tiles_that_fit(record, direction, max(MIN_BLOCK_K, record.top_k))
+    return _largest_tiles_that_fit(record, direction, max(MIN_BLOCK_K, record.top_k * record.block_size))
 
 
 def candidates(record: LightningIndexer, device: Any, direction: Direction) -> tuple[IndexerTiles, ...]:
@@ -62,7 +64,7 @@ def candidates(record: LightningIndexer, device: Any, direction: Direction) -> t
 
 def _whole_rows(record: LightningIndexer) -> IndexerTiles:
     """Returns tiles whose scores stay in memory."""
-    (_, tokens, heads, _), keys = record.query.shape, record.key.shape[1]
+    (_, tokens, heads, _), keys = record.query.shape, num_keys(record)
     block_q = max(1, min(tokens, MAX_SCORES_ON_GPU // max(1, keys)))
     block_k = max(MIN_BLOCK_K, MAX_PRODUCTS_ON_GPU // max(1, block_q * heads))
     return IndexerTiles(block_q=block_q, block_k=max(1, min(block_k, keys)), whole_rows=True)
@@ -70,8 +72,9 @@ def _whole_rows(record: LightningIndexer) -> IndexerTiles:
 
 def _largest_tiles_that_fit(record: LightningIndexer, direction: Direction, block_k: int) -> IndexerTiles:
     """Returns tiles of the given keys, with as many queries as the largest array has room for."""
-    (_, tokens, heads, channels), keys = record.query.shape, record.key.shape[1]
+    (_, tokens, heads, channels), keys = record.query.shape, num_keys(record)
     block_k = max(1, min(block_k, keys))
-    per_query = heads * block_k if direction == "forward" else record.top_k * max(heads, channels)
+    selected = record.top_k * record.block_size
+    per_query = heads * block_k if direction == "forward" else selected * max(heads, channels)
     block_q = max(1, min(tokens, MAX_NUMBERS_PER_STEP // max(1, per_query)))
     return IndexerTiles(block_q=block_q, block_k=block_k)

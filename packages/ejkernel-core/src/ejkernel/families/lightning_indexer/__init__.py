@@ -5,7 +5,9 @@ from ejkernel.families.lightning_indexer.record import (
     LightningIndexer,
     TopKeyIndicesAndScores,
     accumulator,
+    axes,
     floats_from_ordered_integers,
+    num_keys,
     take_keys,
 )
 from ejkernel.families.lightning_indexer.reference import reference
@@ -15,7 +17,9 @@ __all__ = [
     "LightningIndexer",
     "TopKeyIndicesAndScores",
     "accumulator",
+    "axes",
     "floats_from_ordered_integers",
+    "num_keys",
     "reference",
     "take_keys",
 ]
@@ -24,7 +28,7 @@ FAMILY = Family(
     name="lightning_indexer",
     record=LightningIndexer,
     head_dims=lambda record: (record.query.shape[-1],),
-    axes={"output": ("b t k", "b t k")},
+    axes=axes,
     # Each shard is a separate call: `key_starts` and `key_ends` are split with the queries, and all keys are present.
     shardable="bt",
     reference=reference,

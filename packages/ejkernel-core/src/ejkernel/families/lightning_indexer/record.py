@@ -1,5 +1,6 @@
 """Defines the argument record of the lightning indexer, and functions of the record alone."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ from jax import lax
 from ejkernel.types.arguments import arguments, array, static
 
 TopKeyIndicesAndScores = tuple[jax.Array, jax.Array]
-"""Indices [B, T, K] int32 of the keys with the largest scores, and these scores."""
+"""Indices [B, T, K] int32 of the keys (or blocks) with the largest scores, and these scores."""
 
 
 @arguments
@@ -18,13 +19,19 @@ class LightningIndexer:
 
     Attributes:
         query: [B, T, H, D] floating.
-        key: [B, S, D], same dtype as query; all heads share it.
+        key: [B, S, D], same dtype as query, or 8 bits, which have no gradient; all heads share it. With block_tables
+            [P, S, D], pages of S slots.
         weights: [B, T, H] floating.
         key_starts: [B|1, T] int32, the first key that a query may select, at least 0.
-        key_ends: [B|1, T] int32, the key after the last one, at most S. Causality, windows, packed sequences and
-            padding are all such ranges; a query with an empty one selects nothing.
-        top_k: K, how many keys are selected per query.
+        key_ends: [B|1, T] int32, the key after the last one, at most the keys of a row. Causality, windows, packed
+            sequences and padding are all such ranges; a query with an empty one selects nothing.
+        top_k: K, how many keys (or blocks) are selected per query.
         softmax_scale: Factor on the products of queries and keys.
+        key_scales: [B, S] or [P, S] float32, factors on the products with each key. Has no gradient.
+        block_tables: [B, N] int, the pages of each row's keys, key s in page `s // S`. Keys of an entry that is no page
+            cannot be selected. No row lists a page twice.
+        block_size: Keys per block from the first key of a row on; above 1, blocks are selected.
+        rectify: Whether negative products count as 0.
     """
 
     query: jax.Array = array("b t h d", gradient=True)
@@ -34,6 +41,31 @@ class LightningIndexer:
     key_ends: jax.Array = array("b t")
     top_k: int = static()
     softmax_scale: float = static()
+    key_scales: jax.Array | None = array("b s", default=None)
+    block_tables: jax.Array | None = array("b n", default=None)
+    block_size: int = static(1)
+    rectify: bool = static(default=True)
+
+
+def axes(record: LightningIndexer) -> Mapping[str, Any]:
+    """Returns axis letters of a record's fields and of its outputs. Pages are not those of a batch row."""
+    row = "b" if record.block_tables is None else "p"
+    return {
+        "query": "b t h d",
+        "key": f"{row} s d",
+        "weights": "b t h",
+        "key_starts": "b t",
+        "key_ends": "b t",
+        "key_scales": f"{row} s",
+        "block_tables": "b n",
+        "output": ("b t k", "b t k"),
+    }
+
+
+def num_keys(record: LightningIndexer) -> int:
+    """Returns the keys of a batch row, those of absent pages among them."""
+    size = record.key.shape[1]
+    return size if record.block_tables is None else record.block_tables.shape[1] * size
 
 
 def accumulator(record: LightningIndexer) -> Any:

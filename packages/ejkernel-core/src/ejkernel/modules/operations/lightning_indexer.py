@@ -5,7 +5,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32, Integer
+from jax import lax
+from jaxtyping import Array, Float, Int32, Integer, Num
 
 from ejkernel.families import lightning_indexer as family
 from ejkernel.modules.operations.cases import lightning_indexer as cases
@@ -14,6 +15,7 @@ from ejkernel.modules.operations.shared.conditions import cumulative_length_cond
 from ejkernel.modules.operations.shared.dense_arguments import check_cum_seqlens
 from ejkernel.modules.operations.shared.key_ranges import key_ranges
 from ejkernel.modules.operations.shared.latent_inputs import set_canonical_values
+from ejkernel.modules.operations.shared.listed_keys import check_request_pages, request_length_conditions
 from ejkernel.modules.operations.shared.shapes import (
     as_count,
     as_flag,
@@ -30,20 +32,31 @@ from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
+from ejkernel.types.integers import clamp_positions, clamp_to_int32
+
+KEY_DTYPES_OF_8_BITS = (jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
+"""Dtypes of keys that were divided by a scale per token and rounded."""
 
 
 @document_options
 def lightning_indexer(
     query: Float[Array, "b t h d"],
-    key: Float[Array, "b s d"],
+    key: Num[Array, "b s d"] | Num[Array, "p s d"],
     weights: Float[Array, "b t h"],
     cum_seqlens_q: Integer[Array, " n"] | None = None,
     cum_seqlens_k: Integer[Array, " n"] | None = None,
+    key_scales: Float[Array, "b s"] | Float[Array, "p s"] | None = None,
+    block_tables: Integer[Array, "b n"] | None = None,
+    kv_lens: Integer[Array, " b"] | None = None,
+    q_positions: Integer[Array, "b t"] | None = None,
     *,
     top_k: int = 2048,
     softmax_scale: float | None = None,
     causal: bool = True,
     sliding_window: int | tuple[int | None, int | None] | None = None,
+    block_size: int = 1,
+    local_blocks: int = 0,
+    rectify: bool = True,
     platform: str | None = None,
     cfg: LightningIndexerConfig | None = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -63,28 +76,48 @@ def lightning_indexer(
     wherever scores are equal. -0 equals 0. NaN of either sign is above infinity, so a key with a score of NaN is
     selected first. Queries select keys of their own packed sequence only.
 
+    With `block_tables`, keys are a cache in pages: row b of the queries has the newest tokens of request b, and indices
+    count the tokens of that request. Tiles of keys are read from the pages, which are not copied.
+
+    With `block_size` above 1, blocks are selected: block m has the keys from `m * block_size` on, its score is the
+    largest of those that the query may select, and indices and `top_k` count blocks.
+
     Over devices, batch and the queries' tokens can be split.
 
     Args:
         query: [B, T, H, D] float16, bfloat16, float32 or float64.
-        key: [B, S, D], dtype of query; one key for all heads.
+        key: [B, S, D], dtype of query; one key for all heads. Or int8, float8_e4m3fn or float8_e5m2, which have no
+            gradient. With `block_tables` [P, S, D], pages of S tokens.
         weights: [B, T, H] floating, of any sign; may be float32 with any query. DeepSeek-V3.2 multiplies its projection
             by `H ** -0.5`, which the loss of the scores depends on.
         cum_seqlens_q: Cumulative query lengths, int. With B = 1, [N + 1] for N packed sequences that do not see each
             other; with B > 1, [B + 1], row b holding one sequence followed by padding. May be traced; values that are
             not are checked, for which an eager call waits. Sequences may be empty.
         cum_seqlens_k: The same for keys; None means those of the queries.
-        top_k: K, how many keys are selected per query, at least 1. May be larger than S.
+        key_scales: [B, S] or [P, S] floating, factors on the products with each key of 8 bits. No gradient.
+        block_tables: [B, N] int, the pages of each request, no page twice. Tokens of an entry that is no page, such as
+            -1, are not selected. With it, cum_seqlens_q is [B + 1] (row b has the newest so many tokens of its
+            request, and padding after them), and cum_seqlens_k None.
+        kv_lens: [B] int, tokens of each request, its queries included; None for all that its pages hold. Only with
+            block_tables.
+        q_positions: [B, T] int, the index of the key at each query's position, in its own sequence; below 0 for none
+            yet. None aligns queries and keys at their ends. For keys that stand for several tokens.
+        top_k: K, how many keys (or blocks) are selected per query, at least 1. May be larger than S.
         softmax_scale: Factor on the products; None means `D ** -0.5`.
         causal: Key position at most query position. The last query of a sequence has the position of its last key
             (bottom-right), so that the queries may be the newest tokens of a longer context.
         sliding_window: `w >= 1`, meaning `(w, w)`, or `(left, right)`: keys from `q - left` to `q + right`, inclusive,
             by these positions; None on a side leaves it open.
+        block_size: Keys per block; not with several packed sequences in one row.
+        local_blocks: How many blocks are always selected: those of the last keys that a query may select. They come
+            first, the latest first, with score inf; fewer than top_k.
+        rectify: False leaves out the `max(0, ...)`, as MiniMax-M3 does.
 
     Returns:
         Two arrays [B, T, K], by descending score:
 
-        - indices, int32: indices into axis S of key, also for packed sequences; -1 where a query has fewer keys;
+        - indices, int32: indices into axis S of key, also for packed sequences, or tokens of a request, or blocks; -1
+          where a query has fewer keys;
         - scores, float32 (float64 for float64): -inf where there is no key. Differentiable in query, key and weights;
           what is selected has no gradient.
 
@@ -113,6 +146,9 @@ class LightningIndexerArguments(ArgumentRecord, of=lightning_indexer):
             top_k=as_count("top_k", self.top_k, minimum=1),
             softmax_scale=None if scale is None else as_number("softmax_scale", scale),
             causal=as_flag("causal", self.causal),
+            rectify=as_flag("rectify", self.rectify),
+            block_size=as_count("block_size", self.block_size, minimum=1),
+            local_blocks=as_count("local_blocks", self.local_blocks),
             sliding_window=as_window("sliding_window", self.sliding_window),
         )
         # The call goes on under a trace, where no values can be seen.
@@ -124,45 +160,140 @@ def _cumulative_length_arguments(args: LightningIndexerArguments) -> Iterable[tu
     """Yields the names of the cumulative lengths of a call, with the arrays whose tokens they count."""
     if have_ranks(args, query=4, key=3):
         pairs = (("cum_seqlens_q", args.query), ("cum_seqlens_k", args.key))
+        pairs = pairs if args.block_tables is None else pairs[:1]
         yield from ((name, array) for name, array in pairs if getattr(args, name) is not None)
 
 
 def validate(args: LightningIndexerArguments) -> None:
     """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
     sizes: dict[str, int] = {}
-    for name, axes in (("query", "B T H D"), ("key", "B S D"), ("weights", "B T H")):
+    row = "B" if args.block_tables is None else "P"
+    for name, axes in (("query", "B T H D"), ("key", f"{row} S D"), ("weights", "B T H")):
         check_shape(name, getattr(args, name), axes, sizes)
     check_not_empty("query", args.query, "B T H D", "H D")
     for name in ("query", "weights"):
         check_dtype(name, getattr(args, name), jnp.floating, "a floating dtype")
-    check_same_dtype({"query": args.query, "key": args.key})
-    check_cum_seqlens(args, sizes)
+    if args.key.dtype not in KEY_DTYPES_OF_8_BITS:
+        check_same_dtype({"query": args.query, "key": args.key})
+    _check_key_scales(args, f"{row} S", sizes)
+    if args.q_positions is not None:
+        check_shape("q_positions", args.q_positions, "B T", sizes)
+        check_dtype("q_positions", args.q_positions, jnp.integer, "an integer dtype")
+    check_request_pages(args.block_tables, args.kv_lens, args.key, sizes)
+    _check_lengths(args, sizes)
+    _check_blocks(args, sizes)
+
+
+def _check_key_scales(args: LightningIndexerArguments, axes: str, sizes: dict[str, int]) -> None:
+    """Raises ValueError for scales of a wrong shape, or of keys of more than 8 bits."""
+    if args.key_scales is None:
+        return
+    check_shape("key_scales", args.key_scales, axes, sizes)
+    check_dtype("key_scales", args.key_scales, jnp.floating, "a floating dtype")
+    if args.key.dtype not in KEY_DTYPES_OF_8_BITS:
+        raise ValueError(f"key_scales: got an array with keys of {args.key.dtype}, wants None, or keys of 8 bits")
+
+
+def _check_lengths(args: LightningIndexerArguments, sizes: dict[str, int]) -> None:
+    """Raises ValueError for wrong cumulative lengths. Over pages, each row has the queries of one request."""
+    if args.block_tables is None:
+        check_cum_seqlens(args, sizes)
+        return
+    if args.cum_seqlens_k is not None:
+        raise ValueError("cum_seqlens_k: got an array with block_tables, wants None, and the lengths in kv_lens")
+    if args.cum_seqlens_q is not None:
+        check_shape("cum_seqlens_q", args.cum_seqlens_q, "B+1", {"B+1": sizes["B"] + 1})
+        check_dtype("cum_seqlens_q", args.cum_seqlens_q, jnp.integer, "an integer dtype")
+
+
+def _check_blocks(args: LightningIndexerArguments, sizes: dict[str, int]) -> None:
+    """Raises ValueError for blocks of several sequences in one row, and for more local blocks than selected ones."""
+    lengths = args.cum_seqlens_q
+    if args.block_size > 1 and lengths is not None and sizes["B"] == 1 and lengths.shape[0] > 2:
+        raise ValueError(
+            f"block_size: got {args.block_size} with {lengths.shape[0] - 1} packed sequences in one row, wants 1, or "
+            "one sequence per row"
+        )
+    if args.local_blocks >= args.top_k:
+        raise ValueError(f"local_blocks: got {args.local_blocks}, wants less than top_k={args.top_k}")
 
 
 def conditions(args: LightningIndexerArguments) -> Iterable[Condition]:
     """Yields the conditions that cumulative lengths fit the arrays."""
     for name, array in _cumulative_length_arguments(args):
         yield from cumulative_length_conditions(name, getattr(args, name), *array.shape[:2])
+    if args.block_tables is not None and have_ranks(args, key=3, block_tables=2):
+        yield from request_length_conditions(args.kv_lens, args.block_tables.shape[1] * args.key.shape[1])
 
 
 def lower(args: LightningIndexerArguments) -> family.LightningIndexer:
     """Returns the record of a call: the range of keys that each query may select."""
-    lengths = None
-    if args.cum_seqlens_q is not None:
-        lengths = args.cum_seqlens_q, args.cum_seqlens_q if args.cum_seqlens_k is None else args.cum_seqlens_k
-    batch, queries, _, channels = args.query.shape
-    starts, ends = key_ranges(
-        (batch, queries, args.key.shape[1]), lengths, causal=args.causal, sliding_window=args.sliding_window
-    )
+    starts, ends = _selectable_keys(args)
+    if args.local_blocks:
+        ends = jnp.minimum(ends, _local_blocks(args, ends)[..., -1] * args.block_size)
+    key, scales = args.key, args.key_scales
+    if key.dtype in KEY_DTYPES_OF_8_BITS:
+        key, scales = lax.stop_gradient((key, scales))
     return family.LightningIndexer(
         query=args.query,
-        key=args.key,
+        key=key,
         weights=args.weights,
         key_starts=starts,
         key_ends=ends,
-        top_k=args.top_k,
-        softmax_scale=channels**-0.5 if args.softmax_scale is None else args.softmax_scale,
+        top_k=args.top_k - args.local_blocks,
+        softmax_scale=args.query.shape[3] ** -0.5 if args.softmax_scale is None else args.softmax_scale,
+        key_scales=scales,
+        block_tables=args.block_tables,
+        block_size=args.block_size,
+        rectify=args.rectify,
     )
+
+
+def _selectable_keys(args: LightningIndexerArguments) -> tuple[jax.Array, jax.Array]:
+    """Returns the first key that each query may select and the key after the last one, [B|1, T] int32."""
+    (batch, queries, _, _), keys = args.query.shape, args.key.shape[1]
+    lengths = None
+    if args.cum_seqlens_q is not None:
+        lengths = args.cum_seqlens_q, args.cum_seqlens_q if args.cum_seqlens_k is None else args.cum_seqlens_k
+    if args.block_tables is not None:
+        keys = args.block_tables.shape[1] * keys
+        q_lengths = jnp.arange(batch + 1) * queries if lengths is None else lengths[0]
+        kv_lens = jnp.full(batch, keys) if args.kv_lens is None else jnp.clip(clamp_to_int32(args.kv_lens), 0, keys)
+        lengths = q_lengths, jnp.pad(jnp.cumsum(kv_lens), (1, 0))
+    positions = None if args.q_positions is None else clamp_positions(args.q_positions)
+    return key_ranges(
+        (batch, queries, keys),
+        lengths,
+        causal=args.causal,
+        sliding_window=args.sliding_window,
+        q_positions=positions,
+    )
+
+
+def _local_blocks(args: LightningIndexerArguments, ends: jax.Array) -> jax.Array:
+    """Returns the blocks of the last keys before `ends` [B|1, T], the latest first, [B|1, T, local_blocks]; those below
+    0 do not exist.
+    """
+    return (ends[..., None] - 1) // args.block_size - jnp.arange(args.local_blocks, dtype=jnp.int32)
+
+
+def finish(args: LightningIndexerArguments, result: family.TopKeyIndicesAndScores) -> family.TopKeyIndicesAndScores:
+    """Returns indices and scores with those of the local blocks in front."""
+    if not args.local_blocks:
+        return result
+    indices, scores = result
+    starts, ends = _selectable_keys(args)
+    blocks = _local_blocks(args, ends)
+    is_selectable = (starts < ends)[..., None] & ((blocks + 1) * args.block_size > starts[..., None])
+    blocks = jnp.where(is_selectable, blocks, -1)
+    blocks = jnp.broadcast_to(blocks, (*indices.shape[:2], args.local_blocks))
+    local_scores = jnp.where(blocks >= 0, jnp.inf, -jnp.inf).astype(scores.dtype)
+    return jnp.concatenate([blocks, indices], axis=2), jnp.concatenate([local_scores, scores], axis=2)
+
+
+def _axes_of(args: LightningIndexerArguments) -> dict[str, Any]:
+    """Returns the axis letters of keys in pages, which belong to no batch row."""
+    return {} if args.block_tables is None else {"key": "p s d", "key_scales": "p s"}
 
 
 class LightningIndexer(Kernel[LightningIndexerConfig, tuple[Array, Array]]):
@@ -175,6 +306,8 @@ OP = Op(
     validate=validate,
     lower=lower,
     conditions=conditions,
+    finish=finish,
+    axes_of=_axes_of,
     cases=cases.cases(LightningIndexerArguments),
     make_inputs=cases.make_inputs,
 )

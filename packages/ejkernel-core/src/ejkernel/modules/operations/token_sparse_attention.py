@@ -17,7 +17,7 @@ from ejkernel.modules.operations.shared.listed_keys import (
     check_request_pages,
     checked_indices,
     request_length_conditions,
-    slots_of_tokens,
+    slots_of_listed_tokens,
 )
 from ejkernel.modules.operations.shared.lse import WithLse, split_output_and_lse, with_lse
 from ejkernel.modules.operations.shared.paged_arguments import as_choice
@@ -220,7 +220,7 @@ def lower(args: TokenSparseAttentionArguments) -> family.TokenSparseAttention:
     if args.block_tables is None:
         indices = checked_indices(indices, key.shape[1])
     else:
-        indices = slots_of_tokens(indices, args.block_tables, args.kv_lens, key.shape[:2])
+        indices = slots_of_listed_tokens(indices, args.block_tables, args.kv_lens, key.shape[:2])
         query, key, value, indices = jax.tree.map(_as_one_row, (query, key, value, indices))
     if args.key_format is not None:
         key = lax.bitcast_convert_type(key, jnp.uint8)

@@ -16,6 +16,7 @@ def key_ranges(
     *,
     causal: bool,
     sliding_window: Window | None,
+    q_positions: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the first key of every query and the key after its last one, both [B|1, T] int32.
 
@@ -27,12 +28,14 @@ def key_ranges(
             every row is one sequence.
         causal: Whether the keys after a query's position are left out.
         sliding_window: Keys before and after that position.
+        q_positions: [B, T] int32, positions of the queries instead, among the keys of their sequences.
     """
     _, queries, keys = sizes
     if cum_seqlens is None:
-        position = jnp.arange(queries, dtype=jnp.int32)[None] + (keys - queries)
+        position = jnp.arange(queries, dtype=jnp.int32)[None] + (keys - queries) if q_positions is None else q_positions
         return _key_ranges_at_positions(position, jnp.int32(0), jnp.int32(keys), causal, sliding_window)
     position, first, length, is_token = _sequence_of_each_query(sizes, cum_seqlens)
+    position = position if q_positions is None else q_positions
     starts, ends = _key_ranges_at_positions(position, first, length, causal, sliding_window)
     return jnp.where(is_token, starts, 0), jnp.where(is_token, ends, 0)
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from ejkernel.modules.operations.shared.conditions import value_range_condition
 from ejkernel.modules.operations.shared.shapes import check_dtype, check_not_empty, check_shape
 from ejkernel.ops.values import Condition
+from ejkernel.planning.page_slots import slots_of_tokens
 from ejkernel.types.integers import clamp_to_int32
 
 
@@ -20,28 +21,22 @@ def checked_indices(indices: jax.Array, keys: int) -> jax.Array:
     return jnp.where(listed, indices.astype(jnp.int32), -1)
 
 
-def slots_of_tokens(
+def slots_of_listed_tokens(
     indices: jax.Array, block_tables: jax.Array, kv_lens: jax.Array | None, pages: tuple[int, int]
 ) -> jax.Array:
-    """Returns tokens of requests as indices of the slots of all pages, `page * S + slot`, int32; -1 for those without.
+    """Returns tokens of requests as numbers of the slots of all pages, int32; -1 for those without.
 
     Args:
         indices: [B, ...] int, tokens of each request.
-        block_tables: [B, N] int, the pages of each request. Entries that are no page of the cache have no tokens.
+        block_tables: [B, N] int, the pages of each request.
         kv_lens: [B] int, tokens of each request; None for all that its pages have room for.
-        pages: Pages, and slots S of each.
+        pages: Pages, and slots of each.
     """
-    (requests, entries), (count, size) = block_tables.shape, pages
-    token = checked_indices(indices, entries * size)
-    if not requests or not entries or not count:
-        return jnp.full(token.shape, -1, jnp.int32)
-    request = jnp.arange(requests).reshape(-1, *(1,) * (token.ndim - 1))
-    is_listed = token >= 0
-    if kv_lens is not None:
-        is_listed &= token < clamp_to_int32(kv_lens)[request]
-    page = clamp_to_int32(block_tables)[request, jnp.maximum(token, 0) // size]
-    is_listed &= (page >= 0) & (page < count)
-    return jnp.where(is_listed, page * size + token % size, -1)
+    token = checked_indices(indices, block_tables.shape[1] * pages[1])
+    request = jnp.arange(block_tables.shape[0], dtype=jnp.int32).reshape(-1, *(1,) * (token.ndim - 1))
+    if kv_lens is not None and kv_lens.size:
+        token = jnp.where(token < clamp_to_int32(kv_lens)[request], token, -1)
+    return slots_of_tokens(token, request, block_tables, pages)
 
 
 def check_request_pages(block_tables: Any, kv_lens: Any, pages: Any, sizes: dict[str, int]) -> None:
