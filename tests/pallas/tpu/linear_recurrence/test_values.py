@@ -163,12 +163,12 @@ RULES = {
 
 
 @functools.cache
-def slot_forward():
-    return jax.jit(lambda made: forward(made, TpuRecurrence(chunk_size=8, heads=2))[0])
+def slot_forward(chunk_size=8):
+    return jax.jit(lambda made: forward(made, TpuRecurrence(chunk_size=chunk_size, heads=2))[0])
 
 
-def compare_slots(made):
-    for got, wanted in zip(slot_forward()(made), reference(made)[0], strict=True):
+def compare_slots(made, chunk_size=8):
+    for got, wanted in zip(slot_forward(chunk_size)(made), reference(made)[0], strict=True):
         assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
         np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, wanted)), rtol=2e-5, atol=2e-5)
 
@@ -179,17 +179,35 @@ def test_states_in_slots_are_updated(name):
         compare_slots(in_slots(*STEPS[name], **RULES["gated delta rule"]))
 
 
+@pytest.mark.parametrize(
+    ("name", "rule", "chunk_size"),
+    [
+        ("decode", "gated delta rule", 1),
+        ("several tokens, some without a slot", "KDA", 2),
+        ("several tokens, some without a slot", "state space", 4),
+        ("mixed prefill and decode", "gates of keys and values", 4),
+        ("nobody has a slot", "gated delta rule", 1),
+        ("nobody has tokens", "KDA", 1),
+    ],
+)
+def test_states_in_slots_are_updated_token_by_token(name, rule, chunk_size):
+    with simulated():
+        compare_slots(in_slots(*STEPS[name], **RULES[rule]), chunk_size)
+    assert not found()
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_states_in_slots_with_every_update_rule(rule):
     with interpreted():
         compare_slots(in_slots(*STEPS["several tokens, some without a slot"], **RULES[rule]))
 
 
-def test_bfloat16_slots_without_a_sequence_are_unchanged():
+@pytest.mark.parametrize("chunk_size", [1, 8])
+def test_bfloat16_slots_without_a_sequence_are_unchanged(chunk_size):
     made = in_slots(*STEPS["decode"], dtype="bfloat16", **RULES["KDA"])
     made = dataclasses.replace(made, sequence_state=made.sequence_state.at[4].set(jnp.nan))
     with interpreted():
-        read, slots = slot_forward()(made)
+        read, slots = slot_forward(chunk_size)(made)
     assert np.isfinite(np.asarray(read)).all()
     assert np.isnan(np.asarray(slots[4], np.float32)).all()
     assert np.isfinite(np.asarray(jnp.delete(slots, 4, axis=0), np.float32)).all()
@@ -228,7 +246,7 @@ def test_states_and_tables_too_large_for_memory_are_refused(shape, memory):
     assert all(memory in reason for reason in reasons)
 
 
-@pytest.mark.parametrize(("field", "value"), [("chunk_size", 48), ("chunk_size", 4), ("heads", 0)])
+@pytest.mark.parametrize(("field", "value"), [("chunk_size", 48), ("chunk_size", 0), ("heads", 0)])
 def test_invalid_configurations_are_refused(field, value):
     with pytest.raises(ValueError, match=field):
         TpuRecurrence(**{"chunk_size": 64, "heads": 8, field: value})

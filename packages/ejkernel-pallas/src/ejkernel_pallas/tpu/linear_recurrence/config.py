@@ -4,11 +4,19 @@ import dataclasses
 from typing import Any
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.linear_recurrence import LinearRecurrence, has_decay_per_channel, slotted_states
+from ejkernel.families.linear_recurrence import (
+    LinearRecurrence,
+    has_decay_per_channel,
+    num_state_heads,
+    slotted_states,
+)
+from ejkernel.ops.chips import TPUS
 from ejkernel.ops.params import Direction
 
 MIN_CHUNK_TOKENS = 8
-"""Tokens of the shortest chunk: the rows of a register."""
+"""Tokens of the shortest chunk whose tokens are rows of a product: the rows of a register."""
+MAX_STEP_TOKENS = 4
+"""Tokens of the longest chunk that is computed token by token, which more tokens would take longer than products."""
 CANDIDATE_CHUNK_TOKENS = (32, 64, 128, 256)
 CANDIDATE_HEADS_PER_STEP = (1, 2, 4, 8, 16)
 MAX_STATES_VMEM_BYTES = 24 * 2**20
@@ -22,7 +30,8 @@ class TpuRecurrence:
     """The configuration of either pass.
 
     Attributes:
-        chunk_size: Tokens per chunk, a power of two from 8 on.
+        chunk_size: Tokens per chunk, a power of two. Chunks of fewer than 8 tokens are computed token by token, where
+            states in slots are updated; other calls have chunks of at least 8.
         heads: The largest number of heads that a grid step computes, one after another.
     """
 
@@ -30,8 +39,8 @@ class TpuRecurrence:
     heads: int
 
     def __post_init__(self) -> None:
-        if self.chunk_size < MIN_CHUNK_TOKENS or self.chunk_size & (self.chunk_size - 1):
-            raise ValueError(f"chunk_size: got {self.chunk_size}, wants a power of two of at least {MIN_CHUNK_TOKENS}")
+        if self.chunk_size < 1 or self.chunk_size & (self.chunk_size - 1):
+            raise ValueError(f"chunk_size: got {self.chunk_size}, wants a power of two")
         if self.heads < 1:
             raise ValueError(f"heads: got {self.heads}, wants at least 1")
 
@@ -51,13 +60,14 @@ def heuristic(record: LinearRecurrence, device: Any, direction: Direction) -> Tp
     if slotted_states(record) is not None:  # a step's overhead is a large share of copying the states of few heads
         heads = CANDIDATE_HEADS_PER_STEP[-1]
     heads = heads if direction == "forward" else heads // 2
-    return TpuRecurrence(chunk_size=min(length, _max_chunk_length(record)), heads=heads)
+    length = min(length, _max_chunk_length(record, direction))
+    return TpuRecurrence(chunk_size=length, heads=_use_all_cores(record, device, heads))
 
 
 def candidates(record: LinearRecurrence, device: Any, direction: Direction) -> tuple[TpuRecurrence, ...]:
     """Returns configurations worth measuring."""
     first = heuristic(record, device, direction)
-    lengths = [n for n in CANDIDATE_CHUNK_TOKENS if n <= _max_chunk_length(record)] or [first.chunk_size]
+    lengths = [n for n in CANDIDATE_CHUNK_TOKENS if n <= _max_chunk_length(record, direction)] or [first.chunk_size]
     found = (TpuRecurrence(chunk_size=n, heads=heads) for n in lengths for heads in CANDIDATE_HEADS_PER_STEP)
     return tuple(dict.fromkeys((first, *found)))
 
@@ -69,16 +79,31 @@ def state_vmem_bytes_per_head(record: LinearRecurrence) -> int:
 
 def chunk_table_smem_bytes(record: LinearRecurrence) -> int:
     """Returns the bytes of SMEM for the table of chunks with the heuristic's chunks."""
-    (rows, tokens), chunk = record.query.shape[:2], heuristic(record, None, "backward").chunk_size
+    (rows, tokens), directions = record.query.shape[:2], ("forward", "backward")
+    chunk = min(heuristic(record, None, direction).chunk_size for direction in directions)
     sequences = 0 if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
     return 4 * rows * (cdiv(tokens, chunk) + sequences)
 
 
-def _max_chunk_length(record: LinearRecurrence) -> int:
+def updates_slots(record: LinearRecurrence) -> bool:
+    """Returns whether the forward kernel updates the slots of a record in place."""
+    return slotted_states(record) is not None and not record.transposed_states
+
+
+def _use_all_cores(record: LinearRecurrence, device: Any, heads: int) -> int:
+    """Returns the heads per step, at most half of all where one row has to fill two cores."""
+    cores = next((chip.cores for chip in TPUS.values() if device is not None and chip.kind == device.kind), 1)
+    return min(heads, max(1, num_state_heads(record) // cores)) if record.query.shape[0] < cores else heads
+
+
+def _max_chunk_length(record: LinearRecurrence, direction: Direction) -> int:
     """Returns the longest chunk that is not mostly padding."""
     tokens = record.query.shape[1]
     if slotted_states(record) is not None and record.cu_seqlens is not None:
         # Decode steps have few tokens a sequence; in a mixed batch, most chunks are of those.
         tokens = cdiv(tokens, max(1, record.cu_seqlens.shape[0] - 1))
-        return max(MIN_CHUNK_TOKENS, 1 << (tokens - 1).bit_length())
+        length = 1 << (tokens - 1).bit_length()
+        if direction == "forward" and updates_slots(record) and length <= MAX_STEP_TOKENS:
+            return length
+        return max(MIN_CHUNK_TOKENS, length)
     return max(16, 1 << (tokens - 1).bit_length())

@@ -114,11 +114,7 @@ def channel_field_operand(
 ) -> Operand:
     """Returns a field [B, T', heads, channels], or a result of such a shape, as blocks of a step's heads."""
     spec, width = plan.spec, plan.spec.num_channels(name)
-    block = spec.heads_per_block(count)
-
-    def head(step: Any) -> Any:
-        return divide(step * (spec.heads_per_step * count), spec.total_heads * block)
-
+    block, head = spec.heads_per_block(count), _head_block_index_map(spec, count)
     chunk = _chunk_index_map(plan, reverses_chunks)
     if spec.has_heads_along_lanes(name, count):
         shaped = _rearrange_array_or_shape(
@@ -129,6 +125,33 @@ def channel_field_operand(
         x, (plan.batch_size, count, plan.padded_tokens_per_row, width), lambda x: x.swapaxes(1, 2)
     )
     return Operand(shaped, (None, block, spec.chunk_tokens, width), lambda b, h, c, *_: (b, head(h), chunk(c), 0))
+
+
+def step_field_operand(plan: ChunkPlan, name: str, x: jax.Array | jax.ShapeDtypeStruct, count: int) -> Operand:
+    """Returns a field [1, T', heads, channels], or a result of such a shape, as blocks of a chunk's tokens and a step's
+    heads, whose heads are rows.
+    """
+    spec, width = plan.spec, plan.spec.num_channels(name)
+    block, head = spec.heads_per_block(count), _head_block_index_map(spec, count)
+    shape = (plan.padded_tokens_per_row, count // block, block, width)
+    shaped = _rearrange_array_or_shape(x, shape, lambda x: x.reshape(shape))
+    return Operand(shaped, (spec.chunk_tokens, None, block, width), lambda b, h, c, *_: (c, head(h), 0, 0))
+
+
+def step_scalars_operand(plan: ChunkPlan, record: LinearRecurrence) -> Operand:
+    """Returns the fields with one element per token and head, float32 [T', H / heads, heads, fields], as blocks."""
+    spec, shape = plan.spec, (plan.batch_size, plan.tokens_per_row, plan.spec.total_heads)
+    fields = [
+        plan.gather_to_chunks(_broadcast_scalar_field(getattr(record, name), shape)) for name in spec.step_scalar_names
+    ]
+    x = jnp.stack(fields, axis=-1).reshape(-1, spec.num_head_steps, spec.heads_per_step, len(fields))
+    return Operand(x, (spec.chunk_tokens, None, *x.shape[2:]), lambda b, h, c, *_: (c, h, 0, 0))
+
+
+def _head_block_index_map(spec: RecurrenceSpec, count: int) -> Any:
+    """Returns the map from a step over heads to its block of a field of `count` heads."""
+    block = spec.heads_per_block(count)
+    return lambda step: divide(step * (spec.heads_per_step * count), spec.total_heads * block)
 
 
 def unpack_channel_result(plan: ChunkPlan, name: str, x: jax.Array, count: int) -> jax.Array:

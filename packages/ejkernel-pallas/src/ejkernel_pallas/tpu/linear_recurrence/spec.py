@@ -6,7 +6,13 @@ from jax import lax
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, has_decay_per_channel, num_state_heads
 from ejkernel.planning.precision import product_precision
-from ejkernel_pallas.tpu.linear_recurrence.config import MAX_STATES_VMEM_BYTES, TpuRecurrence, state_vmem_bytes_per_head
+from ejkernel_pallas.tpu.linear_recurrence.config import (
+    MAX_STATES_VMEM_BYTES,
+    MIN_CHUNK_TOKENS,
+    TpuRecurrence,
+    state_vmem_bytes_per_head,
+    updates_slots,
+)
 
 SCALAR_FIELDS = ("beta", "dt", "skip")
 """Fields with one element per token and head."""
@@ -62,6 +68,12 @@ class RecurrenceSpec:
         return self.total_heads // self.heads_per_step
 
     @property
+    def step_scalar_names(self) -> tuple[str, ...]:
+        """Returns the fields of one element per token and head that steps read: gates are not summed there."""
+        fields = tuple(name for name in self.scalar_names if name in SCALAR_FIELDS)
+        return ("decay", *fields) if self.gate_sum_names else fields
+
+    @property
     def num_scalar_rows(self) -> int:
         """Returns the number of values per token that kernels read along lanes: sums of gates, and runs of segments."""
         return len(self.gate_sum_names) * self.heads_per_step + self.has_segment_runs if self.gate_sum_names else 0
@@ -99,7 +111,7 @@ def make_spec(record: LinearRecurrence, config: TpuRecurrence) -> RecurrenceSpec
     columns = sums + tuple(name for name in SCALAR_FIELDS if getattr(record, name) is not None)
     return RecurrenceSpec(
         arithmetic=ChunkArithmetic(output_scale=record.softmax_scale, keeps_float32=keeps_float32),
-        chunk_tokens=config.chunk_size,
+        chunk_tokens=config.chunk_size if updates_slots(record) else max(MIN_CHUNK_TOKENS, config.chunk_size),
         heads_per_step=_heads_per_step(total_heads, min(config.heads, heads_in_vmem), set(head_counts.values())),
         total_heads=total_heads,
         key_dim=record.query.shape[3],
