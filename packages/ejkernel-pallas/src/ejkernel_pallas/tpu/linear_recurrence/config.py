@@ -79,8 +79,8 @@ def state_vmem_bytes_per_head(record: LinearRecurrence) -> int:
 
 def chunk_table_smem_bytes(record: LinearRecurrence) -> int:
     """Returns the bytes of SMEM for the table of chunks with the heuristic's chunks."""
-    (rows, tokens), directions = record.query.shape[:2], ("forward", "backward")
-    chunk = min(heuristic(record, None, direction).chunk_size for direction in directions)
+    rows, tokens = record.query.shape[:2]
+    chunk = min(heuristic(record, None, "forward").chunk_size, heuristic(record, None, "backward").chunk_size)
     sequences = 0 if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
     return 4 * rows * (cdiv(tokens, chunk) + sequences)
 

@@ -112,7 +112,7 @@ def _load_state(refs: StepRefs, grid_step: GridStep, head: int) -> jax.Array:
 
 
 def _store_state(refs: StepRefs, grid_step: GridStep, head: int, state: jax.Array) -> None:
-    """Stores a head's state after the chunk, also into the slot if the sequence has one, where the last chunk's stays."""
+    """Stores a head's state after the chunk, and into the slot if there is one; that of the last chunk stays."""
     refs.state[head] = state
     refs.final_state[head] = jnp.where(grid_step.has_slot, state.astype(refs.final_state.dtype), refs.final_state[head])
 

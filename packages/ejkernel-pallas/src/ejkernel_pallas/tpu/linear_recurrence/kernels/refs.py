@@ -86,14 +86,14 @@ class GridStep:
 
 
 def grid_step_of(
-    refs: RecurrenceRefs,
+    refs: Any,
     *,
     chunks_per_row: int,
     is_packed: bool,
     reverses_chunks: bool = False,
     states_in_slots: bool = False,
 ) -> GridStep:
-    """Returns the grid step of a kernel whose grid is (rows, steps over heads, chunks)."""
+    """Returns the grid step of a kernel whose grid is (rows, steps over heads, chunks) and whose refs have a chunk table."""
     chunk = pl.program_id(2)
     chunk = chunks_per_row - 1 - chunk if reverses_chunks else chunk
     entry = refs.chunk_table[pl.program_id(0) * chunks_per_row + chunk]
