@@ -93,7 +93,7 @@ def grid_step_of(
     reverses_chunks: bool = False,
     states_in_slots: bool = False,
 ) -> GridStep:
-    """Returns the grid step of a kernel whose grid is (rows, steps over heads, chunks) and whose refs have a chunk table."""
+    """Returns the grid step of a kernel whose grid is (rows, steps over heads, chunks); `refs` have a chunk_table."""
     chunk = pl.program_id(2)
     chunk = chunks_per_row - 1 - chunk if reverses_chunks else chunk
     entry = refs.chunk_table[pl.program_id(0) * chunks_per_row + chunk]
