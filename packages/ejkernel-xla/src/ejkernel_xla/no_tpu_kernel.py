@@ -20,6 +20,9 @@ REASONS_WITHOUT_TPU_KERNEL = {
         "a copy of one bfloat16 row starts within a tile of HBM, which Mosaic does not support: arranging rows as "
         "whole tiles first takes the pass through HBM that a kernel would save"
     ),
+    "dense_indexer_loss": (
+        "the products run on the matrix units under XLA; a kernel that keeps their tiles in VMEM is not written"
+    ),
     "indexer_loss": (
         "the rows that a query lists are separate copies from HBM, which XLA starts for a whole tile at a time; a "
         "kernel is not written"

@@ -80,6 +80,10 @@ from ejkernel.modules.operations.lightning_indexer import (
     LightningIndexer as LightningIndexer,
     lightning_indexer as lightning_indexer,
 )
+from ejkernel.modules.operations.lightning_indexer_dense_loss import (
+    LightningIndexerDenseLoss as LightningIndexerDenseLoss,
+    lightning_indexer_dense_loss as lightning_indexer_dense_loss,
+)
 from ejkernel.modules.operations.lightning_indexer_loss import (
     LightningIndexerLoss as LightningIndexerLoss,
     lightning_indexer_loss as lightning_indexer_loss,

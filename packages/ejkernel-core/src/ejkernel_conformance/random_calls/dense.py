@@ -254,3 +254,18 @@ def indexer_loss(rng: Rng) -> Drawn:
         return {**arrays, "indices": indices, "scores": normal(rng, (b, t, count))}
 
     return Drawn(values, {})
+
+
+def indexer_dense_loss(rng: Rng) -> Drawn:
+    """Draws a call of `lightning_indexer_dense_loss`."""
+    b, s, kind = int(rng.integers(1, 3)), tokens(rng, 150), dtype(rng)
+    t, (h, g), d = int(rng.integers(1, s + 1)), heads(rng, 16), pick(rng, (16, 32, 64))
+    j, e = pick(rng, (1, 4, 8)), pick(rng, (16, 32))
+
+    def values(rng: Rng) -> Arrays:
+        shapes = {"query": (b, t, h, d), "key": (b, s, g, d), "query_index": (b, t, j, e), "key_index": (b, s, e)}
+        arrays: Arrays = {name: normal(rng, shape, kind) for name, shape in shapes.items()}
+        return {**arrays, "index_weights": normal(rng, (b, t, j))}
+
+    window = (int(rng.integers(0, s + 1)), None) if some(rng, 0.3) else None
+    return Drawn(values, given(causal=some(rng, 0.8), sliding_window=window))

@@ -36,6 +36,7 @@ DRAWN: dict[str, Callable[[Rng], Drawn]] = {
     "kernel_delta_attention": recurrences.kernel_delta,
     "lightning_attention": recurrences.lightning,
     "lightning_indexer": dense.indexer,
+    "lightning_indexer_dense_loss": dense.indexer_dense_loss,
     "lightning_indexer_loss": dense.indexer_loss,
     "lstm": functools.partial(recurrences.network, gates=4),
     "mean_pooling": experts.pooling,

@@ -102,3 +102,16 @@ class LightningIndexerLossConfig(BaseOperationConfig):
     """
 
     block_q: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LightningIndexerDenseLossConfig(BaseOperationConfig):
+    """Tiles of `lightning_indexer_dense_loss`. `None` lets the heuristics decide.
+
+    Attributes:
+        block_q: Queries per tile.
+        block_k: Keys per tile.
+    """
+
+    block_q: int | None = None
+    block_k: int | None = None
