@@ -1,6 +1,7 @@
 """`deepseek_attn`: latent attention to the tokens that its indexer selects."""
 
 import dataclasses
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,11 @@ import numpy as np
 import pytest
 from lightning_indexer_loop import lightning_indexer as indexer_loop
 
+import ejkernel
 from ejkernel.modules import deepseek_attn, flash_mla
 from ejkernel.modules.operations.configs import DeepSeekAttentionConfig
 from ejkernel.modules.operations.deepseek_attn import OP
+from ejkernel.ops.plugins import registry
 
 CASES = {case.name: case for case in OP.cases if "ci" in case.tags}
 INDEXER = ("query_index", "key_index", "index_weights")
@@ -53,6 +56,32 @@ def test_selecting_all_tokens_matches_flash_mla_and_its_gradients():
     got, want = jax.grad(sparse)(given), jax.grad(dense)(latent)
     assert not any(np.any(got.pop(name)) for name in INDEXER)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), got, want)
+
+
+@pytest.mark.parametrize("has_indexer", [True, False])
+def test_the_platform_is_that_of_the_indexer_where_it_has_one(has_indexer, monkeypatch):
+    """Else dispatch chooses the indexer; `explain` says which runs."""
+    for name in ("deepseek_attn", "lightning_indexer")[: 2 if has_indexer else 1]:
+        known = registry().implementations[name]
+        (xla,) = (one for one in known if one.name == "xla")
+        other = dataclasses.replace(xla, name="acme", platform="acme")
+        monkeypatch.setitem(registry().implementations, name, (*known, other))
+    module = importlib.import_module("ejkernel.modules.operations.deepseek_attn")
+    platforms, indexer = [], module.lightning_indexer
+
+    def call(*arrays, platform, **options):
+        platforms.append(platform)
+        return indexer(*arrays, platform=platform, **options)
+
+    monkeypatch.setattr(module, "lightning_indexer", call)
+    given = arguments("rotary")
+    decision = ejkernel.explain(deepseek_attn, **given, platform="acme")
+    assert decision.forward.implementation.name == "acme"
+    reason = "acme" if has_indexer else "xla, as no implementation of platform 'acme' serves it"
+    assert f"within the call, lightning_indexer runs on {reason}" in decision.forward.notes
+    got = deepseek_attn(**given, platform="acme")
+    assert set(platforms) == {"acme" if has_indexer else "auto"}
+    np.testing.assert_array_equal(got, deepseek_attn(**given, platform="xla"))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ejkernel import _compat
 from ejkernel.ops import recording, tuning, values
-from ejkernel.ops.callers import caller_arguments
+from ejkernel.ops.callers import caller_arguments, caller_platform, nested_call_notes
 from ejkernel.ops.config.chain import ConfigSelectorChain
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.tuner import Tuner
@@ -143,7 +143,8 @@ def decide(op: Op, args: Any, **options: Any) -> Decision:
     def explain_record(record: Any) -> Any:
         grad_fields = frozenset(op.family.differentiable) & set(array_fields(record))
         forward = plan.choose(record, "forward")
-        notes = (*forward.notes, *suspicious_argument_warnings(op, args), *isolation_notes(plan, record))
+        nested = dict.fromkeys(nested_call_notes.get() or ())
+        notes = (*forward.notes, *suspicious_argument_warnings(op, args), *isolation_notes(plan, record), *nested)
         forward = dataclasses.replace(forward, notes=notes)
         first, backward = plan.choose_both_passes(record, grad_fields)
         other = first.implementation not in (None, forward.implementation)
@@ -163,11 +164,13 @@ def decide(op: Op, args: Any, **options: Any) -> Decision:
             return record_on_shard(op, args, placed, _as_specs(specs), out_specs, explain_record)
         return explain_record(op.lower(args))
 
-    outer = caller_arguments.set(args)
+    variables: dict[Any, Any] = {caller_arguments: args, caller_platform: plan.platform, nested_call_notes: []}
+    outer = [(variable, variable.set(value)) for variable, value in variables.items()]
     try:
         jax.eval_shape(explain_traced_call, args)
     finally:
-        caller_arguments.reset(outer)
+        for variable, token in outer:
+            variable.reset(token)
     return decisions[0]
 
 
@@ -179,9 +182,13 @@ def _compiled_function(options: CallSettings, args: Any) -> Any:
     mesh, specs = _mesh_and_specs(plan.op, args, options.mesh, options.in_specs)
     recording.record_call(plan, args, mesh, specs)
     run = functools.partial(differentiable_call, plan)
-    if mesh is not None:
-        return run_sharded(plan.op, args, mesh, specs or (), options.out_specs, run)
-    return plan.op.finish(args, run(plan.op.lower(args)))
+    outer = caller_platform.set(plan.platform)
+    try:
+        if mesh is not None:
+            return run_sharded(plan.op, args, mesh, specs or (), options.out_specs, run)
+        return plan.op.finish(args, run(plan.op.lower(args)))
+    finally:
+        caller_platform.reset(outer)
 
 
 def _mesh_and_specs(op: Op, args: Any, mesh: Any, in_specs: Any) -> tuple[Any, Any]:

@@ -1,9 +1,12 @@
-"""Runs the passes of one operation inside of another's kernels, by the implementation that serves them best."""
+"""Runs one operation inside of another's call or kernels, by the implementation that serves it best."""
 
 from typing import Any
 
+import jax
+
 from ejkernel.errors import NoImplementationError
 from ejkernel.ops.call import default_chain
+from ejkernel.ops.callers import caller_platform, nested_call_notes
 from ejkernel.ops.device import current_device
 from ejkernel.ops.grad import CallPlan
 from ejkernel.ops.pairs import exclude_paired
@@ -46,5 +49,29 @@ def dispatched_backward(op: str, pullback: Pullback) -> dict[str, Any]:
     return plan.backward(pullback, plan.choice_with_config(choice, pullback.record))
 
 
-def _plan_of_nested_call(op: str) -> CallPlan:
-    return CallPlan(op=registry().ops[op], device=current_device(), platform="auto", cfg=None, chain=default_chain())
+def platform_of_nested_call(op: str, args: Any) -> str:
+    """Returns the platform for a call of an operation within the call of another one, and notes for `explain` which
+    implementation serves it.
+
+    It is the outer call's platform where that has an implementation for the inner call, else `"auto"`.
+
+    Args:
+        op: Name of the inner operation.
+        args: Its argument record.
+    """
+    platform = caller_platform.get()
+    plan = _plan_of_nested_call(op, platform)
+    record = jax.eval_shape(plan.op.lower, args)
+    chosen, reason = plan.choose(record, "forward").implementation, ""
+    if chosen is None:
+        reason = f", as no implementation of platform {platform!r} serves it"
+        platform = "auto"
+        chosen = _plan_of_nested_call(op, platform).choose(record, "forward").implementation
+    notes = nested_call_notes.get()
+    if notes is not None and chosen is not None:
+        notes.append(f"within the call, {op} runs on {chosen.name}{reason}")
+    return platform
+
+
+def _plan_of_nested_call(op: str, platform: str = "auto") -> CallPlan:
+    return CallPlan(op=registry().ops[op], device=current_device(), platform=platform, cfg=None, chain=default_chain())

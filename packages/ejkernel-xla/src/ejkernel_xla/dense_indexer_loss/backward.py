@@ -37,12 +37,11 @@ def backward(pullback: Pullback, config: LossTiles) -> dict[str, jax.Array]:
         Each requested gradient, in its field's shape and dtype.
     """
     record, residuals = pullback.record, pullback.residuals
-    names = ("query_index", "key_index", "index_weights")
     if not record.query.size or not record.key.size:
         return {name: jnp.zeros_like(getattr(record, name)) for name in sorted(pullback.grad_fields)}
     saved = (pullback.cotangent, finite(residuals.attention_lse), finite(residuals.index_lse))
-    sums = lax.map(lambda row: _row(*row, record, config), (*rows_of(record), saved))
-    grads = dict(zip(names, sums, strict=True))
+    query, key, weights = lax.map(lambda row: _row(row[0], row[1], row[2], record, config), (*rows_of(record), saved))
+    grads = {"query_index": query, "key_index": key, "index_weights": weights}
     return {name: grads[name].astype(getattr(record, name).dtype) for name in sorted(pullback.grad_fields)}
 
 
@@ -53,7 +52,7 @@ def _row(queries: QueryTile, keys: KeyRows, saved: Arrays, record: DenseIndexerL
     tiles = QueryTile(*(split_into_tiles(x, block_q) for x in queries))
 
     def step(dkey: jax.Array, arrays: tuple[QueryTile, Arrays]) -> tuple[jax.Array, Arrays]:
-        return _tile(dkey, *arrays, keys, record, block_k)
+        return _tile(dkey, arrays[0], arrays[1], keys, record, block_k)
 
     start = jnp.zeros(keys.key_index.shape, accumulator(record))
     dkey, (dquery, dweights) = lax.scan(step, start, (tiles, tuple(split_into_tiles(x, block_q) for x in saved)))
@@ -71,7 +70,7 @@ def _tile(
     def add_keys(n: jax.Array, sums: Any) -> Any:
         dkey, dquery, dweights = sums
         scores = tile_scores(tile, keys, record, n * block_k, block_k)
-        share = jnp.exp(scores.index - index_lse[:, None])
+        share = jnp.exp(scores.index_scores - index_lse[:, None])
         dscores = cotangent[:, None] * (share - mean_weights(scores, attention_lse))
         dscores = jnp.where(scores.attends, dscores, 0)[:, None]
         dweights += jnp.sum(jnp.where(scores.attends[:, None], dscores * scores.rectified, 0), axis=2)

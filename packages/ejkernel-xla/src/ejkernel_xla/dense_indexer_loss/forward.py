@@ -47,14 +47,14 @@ def forward(record: DenseIndexerLoss, config: LossTiles) -> tuple[jax.Array, Den
             index_lse=jnp.full((rows, tokens), -jnp.inf, dtype),
         )
         return jnp.zeros((rows, tokens), dtype), residuals
-    losses, attention_lse, index_lse = lax.map(lambda row: _row(*row, record, config), rows_of(record))
+    losses, attention_lse, index_lse = lax.map(lambda row: _row(row[0], row[1], record, config), rows_of(record))
     return losses, DenseIndexerLossResiduals(attention_lse=attention_lse, index_lse=index_lse)
 
 
 def rows_of(record: DenseIndexerLoss) -> tuple[QueryTile, KeyRows]:
     """Returns the arrays of a record with an axis of batch rows."""
-    bounds = (jnp.broadcast_to(x, record.query.shape[:2]) for x in (record.key_starts, record.key_ends))
-    queries = QueryTile(record.query, record.query_index, record.index_weights, *bounds)
+    starts, ends = (jnp.broadcast_to(x, record.query.shape[:2]) for x in (record.key_starts, record.key_ends))
+    queries = QueryTile(record.query, record.query_index, record.index_weights, starts, ends)
     return queries, KeyRows(record.key, record.key_index)
 
 
@@ -79,7 +79,7 @@ def _tile(tile: QueryTile, keys: KeyRows, record: DenseIndexerLoss, block_k: int
 
     def add_exponentials(n: jax.Array, sums: tuple[RunningSum, RunningSum]) -> tuple[RunningSum, RunningSum]:
         scores = tile_scores(tile, keys, record, n * block_k, block_k)
-        return _add(sums[0], scores.attention), _add(sums[1], scores.index)
+        return _add(sums[0], scores.attention_scores), _add(sums[1], scores.index_scores)
 
     shapes = tile.query.shape[:2], tile.query.shape[:1]
     empty = (RunningSum(jnp.full(x, -jnp.inf, dtype), jnp.zeros(x, dtype)) for x in shapes)
@@ -98,7 +98,7 @@ def _terms(scores: TileScores, attention_lse: jax.Array, index_lse: jax.Array) -
     """Returns the terms of the divergence, [t, k]; 0 where a key has no weight."""
     weights = mean_weights(scores, attention_lse)
     has_weight = scores.attends & (weights != 0)  # also where it is NaN
-    log_ratio = jnp.log(jnp.where(has_weight, weights, 1)) - (scores.index - index_lse[:, None])
+    log_ratio = jnp.log(jnp.where(has_weight, weights, 1)) - (scores.index_scores - index_lse[:, None])
     return jnp.where(has_weight, weights * log_ratio, 0)
 
 

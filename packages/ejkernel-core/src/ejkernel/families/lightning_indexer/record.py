@@ -43,7 +43,7 @@ class LightningIndexer:
     softmax_scale: float = static()
     key_scales: jax.Array | None = array("b s", default=None)
     block_tables: jax.Array | None = array("b n", default=None)
-    block_size: int = static(1)
+    block_size: int = static(default=1)
     rectify: bool = static(default=True)
 
 

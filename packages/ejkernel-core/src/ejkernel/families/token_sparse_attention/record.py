@@ -36,7 +36,7 @@ class TokenSparseAttention:
     value_size: int = static()
     value: jax.Array | None = array("b s g v", gradient=True, default=None)
     softmax_aux: jax.Array | None = array("h", gradient=True, default=None)
-    key_format: str | None = static(None)
+    key_format: str | None = static(default=None)
 
 
 def accumulator(record: TokenSparseAttention) -> Any:

@@ -32,6 +32,7 @@ from ejkernel.modules.operations.shared.shapes import (
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
+from ejkernel.ops.nested import platform_of_nested_call
 from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.planning.precision import product_precision
 
@@ -71,7 +72,8 @@ def deepseek_attn(
 
     What is selected has no gradient, so `query_index`, `key_index` and `index_weights` are constants to
     differentiation. To train the indexer, call `lightning_indexer` and differentiate `lightning_indexer_loss` of its
-    results. `platform` and `cfg` are those of the attention; dispatch chooses the indexer by itself.
+    results. `platform` is that of the attention, and of the indexer where the platform has one; otherwise dispatch
+    chooses the indexer, and `explain` says which. `cfg` is that of the attention.
 
     Calls have as many queries as tokens, and no packing, window, sinks or lse: for these, and to decode, call
     `lightning_indexer` and `token_sparse_attention`.
@@ -154,9 +156,10 @@ def _indexer_call(args: DeepSeekAttentionArguments) -> LightningIndexerArguments
 
 
 def _select_tokens(args: LightningIndexerArguments) -> jax.Array:
-    """Returns the selected tokens, from the implementation of the indexer that dispatch chooses."""
+    """Returns the selected tokens, from the call's platform where it has an indexer, else from dispatch's choice."""
     options = {"top_k": args.top_k, "softmax_scale": args.softmax_scale, "causal": args.causal}
-    return lightning_indexer(args.query, args.key, args.weights, **options)[0]
+    platform = platform_of_nested_call("lightning_indexer", args)
+    return lightning_indexer(args.query, args.key, args.weights, **options, platform=platform)[0]
 
 
 def _select_tokens_in_plain_jnp(args: LightningIndexerArguments) -> jax.Array:

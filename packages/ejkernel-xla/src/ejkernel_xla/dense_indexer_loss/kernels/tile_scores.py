@@ -31,15 +31,15 @@ class TileScores(NamedTuple):
     """Scores of a tile; -inf where a query does not attend to a key.
 
     Attributes:
-        attention: [t, H, k].
-        index: [t, k].
+        attention_scores: [t, H, k].
+        index_scores: [t, k].
         rectified: [t, Hi, k], the products of the indexer, 0 for negative ones.
         attends: [t, k].
         key_index: [k, Di], the indexer's keys of the tile.
     """
 
-    attention: jax.Array
-    index: jax.Array
+    attention_scores: jax.Array
+    index_scores: jax.Array
     rectified: jax.Array
     attends: jax.Array
     key_index: jax.Array
@@ -57,8 +57,8 @@ def tile_scores(tile: QueryTile, keys: KeyRows, record: DenseIndexerLoss, start:
     rectified = jnp.maximum(products, 0)
     scores = jnp.sum(tile.weights.astype(rectified.dtype)[..., None] * rectified, axis=1)
     return TileScores(
-        attention=jnp.where(attends[:, None], attention, -jnp.inf),
-        index=jnp.where(attends, scores, -jnp.inf),
+        attention_scores=jnp.where(attends[:, None], attention, -jnp.inf),
+        index_scores=jnp.where(attends, scores, -jnp.inf),
         rectified=rectified,
         attends=attends,
         key_index=key_index,
@@ -67,7 +67,7 @@ def tile_scores(tile: QueryTile, keys: KeyRows, record: DenseIndexerLoss, start:
 
 def mean_weights(scores: TileScores, attention_lse: jax.Array) -> jax.Array:
     """Returns attention's weights of a tile, averaged over heads, [t, k]; lse [t, H] of queries without keys is 0."""
-    return jnp.mean(jnp.exp(scores.attention - attention_lse[..., None]), axis=1)
+    return jnp.mean(jnp.exp(scores.attention_scores - attention_lse[..., None]), axis=1)
 
 
 def product(record: DenseIndexerLoss, spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
