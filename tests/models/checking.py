@@ -56,9 +56,11 @@ def values_and_gradients(family: str, dtype: Any = jnp.float32) -> dict[str, Pai
     prefill = jax.jit(lambda weights, x: recipe(family).prefill(weights | fixture.buffers, x))
     output, pullback = jax.vjp(prefill, fixture.weights, fixture.x)
     weights, x = pullback(fixture.dy.astype(output.dtype))
-    if weights.keys() != fixture.weight_gradients.keys():
-        raise ValueError(f"{family}: gradients of other weights: {weights.keys() ^ fixture.weight_gradients.keys()}")
-    named = {f"gradient of {name}": (weights[name], want) for name, want in fixture.weight_gradients.items()}
+    if unknown := fixture.weight_gradients.keys() - weights.keys():
+        raise ValueError(f"{family}: no gradients of {unknown}")
+    # A weight without a gradient in the original, such as that of a selection, must have a gradient of 0.
+    wants = {name: fixture.weight_gradients.get(name, np.zeros(x.shape)) for name, x in weights.items()}
+    named = {f"gradient of {name}": (weights[name], want) for name, want in wants.items()}
     return {"y": (output, fixture.y), "gradient of x": (x, fixture.dx), **named}
 
 
