@@ -17,6 +17,8 @@ H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_c
 B200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA B200", compute_capability=10.0)
 [IMPLEMENTATION] = delta_rule.IMPLEMENTATIONS
 
+FIELDS = ("query", "key", "value", "decay", "beta", "initial_state")
+
 REPLACED = {
     "extern __shared__ __align__(1024) char memory[];": "char* memory = device::current->block->shared;",
     'asm volatile("" : "+r"(warp), "+r"(lane), "+r"(t), "+r"(g));': "",
@@ -26,11 +28,12 @@ REPLACED = {
 
 @pytest.fixture(scope="module")
 def host(compile_on_host):
-    """The kernel's source, compiled for the host with what stands in for CUDA."""
-    function = compile_on_host("delta_rule", REPLACED).delta_rule
-    function.restype = ctypes.c_char_p
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_float]
-    return function
+    """The kernels' sources, compiled for the host with what stands in for CUDA."""
+    library = compile_on_host("delta_rule", REPLACED)
+    for function in (library.delta_rule, library.delta_rule_reverse, library.delta_rule_token_gradients):
+        function.restype = ctypes.c_char_p
+        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_float]
+    return library
 
 
 def make(gates, tokens, *, batch=1, heads=1, query_heads=None, key_heads=None, values=64, state=False):
@@ -55,17 +58,59 @@ def make(gates, tokens, *, batch=1, heads=1, query_heads=None, key_heads=None, v
     )
 
 
-def run(host, record):
-    """Output and final states of a record."""
-    (batch, tokens, heads), values = record.beta.shape, record.value.shape[3]
-    output = np.full((batch, tokens, heads, values), 0xFFFF, np.uint16)
-    final = np.full((batch, heads, 128, values), np.nan, np.float32)
-    operands = (record.query, record.key, record.value, record.decay, record.beta, record.initial_state)
-    arrays = [None if x is None else np.array(x) for x in operands] + [output, final]
+def call(function, record, *arrays):
+    """Calls a kernel with arrays, or None for those that are absent, and the sizes of a record."""
+    arrays = [None if x is None else np.array(x) if isinstance(x, jax.Array) else x for x in arrays]
     pointers = (ctypes.c_void_p * len(arrays))(*(None if x is None else x.ctypes.data for x in arrays))
-    sizes = (batch, tokens, heads, *(x.shape[2] for x in (record.query, record.key, record.value)), values)
-    assert host(pointers, (ctypes.c_int * len(sizes))(*sizes), record.softmax_scale) is None
-    return np.asarray(output.view(jnp.bfloat16), np.float64), final
+    sizes = (*record.beta.shape, *(x.shape[2] for x in (record.query, record.key, record.value)), record.value.shape[3])
+    assert function(pointers, (ctypes.c_int * len(sizes))(*sizes), record.softmax_scale) is None
+
+
+def bfloat16(*shape):
+    return np.full(shape, 0xFFFF, np.uint16)
+
+
+def float32(*shape):
+    return np.full(shape, np.nan, np.float32)
+
+
+def as_float64(x):
+    return np.asarray(x.view(jnp.bfloat16) if x.dtype == np.uint16 else x, np.float64)
+
+
+def run(host, record, stored=(None, None)):
+    """Output and final states of a record; writes and states go to `stored`."""
+    (batch, tokens, heads), values = record.beta.shape, record.value.shape[3]
+    output, final = bfloat16(batch, tokens, heads, values), float32(batch, heads, 128, values)
+    operands = (record.query, record.key, record.value, record.decay, record.beta, record.initial_state)
+    call(host.delta_rule, record, *operands, output, final, *stored)
+    return as_float64(output), final
+
+
+def run_gradients(host, record, cotangent, final_cotangent):
+    """The gradients of a record's fields."""
+    (batch, tokens, heads), values = record.beta.shape, record.value.shape[3]
+    states_shape = (batch, heads, -(-tokens // 64), values, 128)
+    stored = bfloat16(batch, tokens, heads, values), bfloat16(*states_shape)
+    run(host, record, stored)
+    dwrites, dstates, dinitial = bfloat16(*stored[0].shape), bfloat16(*states_shape), float32(batch, heads, 128, values)
+    operands = (record.query, record.key, cotangent, record.decay, record.beta, final_cotangent)
+    # The gradient of the output, which is in the place of the values, has as many heads as the call.
+    reverse_record = dataclasses.replace(record, value=cotangent)
+    call(host.delta_rule_reverse, reverse_record, *operands, dwrites, dstates, dinitial)
+    fields = {
+        name: bfloat16(*x.shape) if x.shape[2] == heads else float32(batch, tokens, heads, 128)
+        for name, x in (("query", record.query), ("key", record.key))
+    }
+    fields |= {"value": bfloat16(*record.value.shape), "decay": float32(*record.beta.shape, 1)}
+    fields |= {"beta": float32(*record.beta.shape)}
+    operands = (record.query, record.key, record.value, stored[0], cotangent, dwrites, stored[1], dstates)
+    call(host.delta_rule_token_gradients, record, *operands, record.decay, record.beta, *fields.values())
+    gradients = {name: as_float64(x) for name, x in fields.items()}
+    for name in ("query", "key"):
+        shape = getattr(record, name).shape
+        gradients[name] = gradients[name].reshape(*shape[:3], -1, 128).sum(3)
+    return gradients | {"initial_state": dinitial}
 
 
 def error(got, want):
@@ -89,6 +134,32 @@ def test_outputs_and_states_match_the_reference(host, gates, tokens, options):
     want_output, want_state = reference(record)[0]
     assert error(output, want_output) < 8e-3
     assert error(state, want_state) < 8e-3
+
+
+@pytest.mark.needs("g++")
+@pytest.mark.parametrize(
+    ("gates", "tokens", "options"),
+    [
+        ("mild", 130, {"state": True, "values": 128}),
+        ("-inf", 65, {"heads": 2, "query_heads": 1, "key_heads": 1, "state": True}),
+        ("none", 128, {}),
+    ],
+)
+def test_gradients_match_the_reference(host, gates, tokens, options):
+    record = make(gates, tokens, **options)
+    output, final = jax.eval_shape(lambda r: reference(r)[0], record)
+    cotangents = [jax.random.normal(jax.random.key(n), x.shape) for n, x in enumerate((output, final))]
+    cotangents[0] = cotangents[0].astype(jnp.bfloat16)
+    names = [name for name in FIELDS if getattr(record, name) is not None]
+
+    def outputs(fields):
+        return reference(dataclasses.replace(record, **fields))[0]
+
+    fields = {name: getattr(record, name).astype(jnp.float32) for name in names}
+    [want] = jax.vjp(outputs, fields)[1]((cotangents[0].astype(jnp.float32), cotangents[1]))
+    gradients = run_gradients(host, record, *cotangents)
+    errors = {name: error(gradients[name], want[name]) for name in names}
+    assert max(errors.values()) < 1.5e-2, errors
 
 
 def abstract(heads, *, batch=1, tokens=8192, keys=128, values=128, channels=1, dtype=jnp.bfloat16):

@@ -1,37 +1,113 @@
-// Runs the kernel of csrc/delta_rule/chunked.cu block by block.
+// Runs the kernels of csrc/delta_rule block by block.
 #include "device.h"
 #include "delta_rule/chunked.cuh"
+#include "delta_rule/reverse.cuh"
+#include "delta_rule/token_gradients.cuh"
 
 namespace ejkernel::delta_rule {
 namespace {
 
-void describe(TensorMap* map, void* numbers, int batch, int rows, int columns, int tile_bytes) {
-  const Array own = {static_cast<char*>(numbers), batch, rows, columns * 2, tile_bytes};
+struct Sizes {
+  int batch, tokens, heads, query_heads, key_heads, value_heads, values;
+  int chunks() const { return (tokens + kChunkTokens - 1) / kChunkTokens; }
+};
+
+void describe(TensorMap* map, void* numbers, int batch, int rows, int columns, int tile_bytes, int tile_rows = 64) {
+  const Array own = {static_cast<char*>(numbers), batch, rows, columns * 2, tile_bytes, tile_rows};
   std::memcpy(map, &own, sizeof(own));
   device::arrays.push_back({own.numbers, size_t(batch) * rows * columns * 2});
+}
+
+DeltaCall begin(const Sizes& n, void** a, float scale) {
+  device::complaint = nullptr;
+  device::arrays.clear();
+  DeltaCall call{};
+  call.tokens = n.tokens, call.heads = n.heads, call.query_heads = n.query_heads, call.key_heads = n.key_heads;
+  call.value_heads = n.value_heads, call.value_dim = n.values, call.chunks = n.chunks(), call.scale = scale;
+  call.gates = static_cast<const float*>(a[3]), call.beta = static_cast<const float*>(a[4]);
+  call.initial_states = static_cast<const float*>(a[5]);
+  return call;
+}
+
+void describe_inputs(Maps* maps, const Sizes& n, void** a) {
+  describe(&maps->query, a[0], n.batch, n.tokens, n.query_heads * kKeyDim, 128);
+  describe(&maps->key, a[1], n.batch, n.tokens, n.key_heads * kKeyDim, 128);
+  describe(&maps->value, a[2], n.batch, n.tokens, n.value_heads * n.values, 128);
+}
+
+void describe_stored(Maps* maps, const Sizes& n, void* writes, void* states) {
+  describe(&maps->writes, writes, n.batch, n.tokens, n.heads * n.values, 32);
+  describe(&maps->states, states, n.batch * n.heads * n.chunks(), n.values, kKeyDim, 128, 16);
+}
+
+template <typename L, typename Kernel>
+const char* run(const Sizes& n, Kernel kernel) {
+  for (int block = 0; block < n.batch * n.heads * (n.values / kBlockValues); ++block) {
+    device::run_cluster(block, 1, L::kSharedMemoryBytes, kernel, kThreads);
+  }
+  return device::complaint;
 }
 
 }  // namespace
 }  // namespace ejkernel::delta_rule
 
-// What was wrong, or null. Arrays in the order of the handler, then the integers.
-extern "C" const char* delta_rule(void** a, const int* n, float scale) {
+// Each returns what was wrong, or null. Arrays in the order of the handlers, then the sizes.
+extern "C" const char* delta_rule(void** a, const int* sizes, float scale) {
   using namespace ejkernel::delta_rule;
+  const Sizes& n = *reinterpret_cast<const Sizes*>(sizes);
+  DeltaCall call = begin(n, a, scale);
+  call.final_states = static_cast<float*>(a[7]);
+  Maps maps;
+  describe_inputs(&maps, n, a);
+  describe(&maps.output, a[6], n.batch, n.tokens, n.heads * n.values, 32);
+  if (!a[8]) return run<ForwardLayout<false>>(n, [&] { delta_kernel<false>(call, maps); });
+  describe_stored(&maps, n, a[8], a[9]);
+  return run<ForwardLayout<true>>(n, [&] { delta_kernel<true>(call, maps); });
+}
+
+extern "C" const char* delta_rule_reverse(void** a, const int* sizes, float scale) {
+  using namespace ejkernel::delta_rule;
+  const Sizes& n = *reinterpret_cast<const Sizes*>(sizes);
+  DeltaCall call = begin(n, a, scale);
+  call.final_states = static_cast<float*>(a[8]);
+  Maps maps;
+  describe_inputs(&maps, n, a);
+  describe_stored(&maps, n, a[6], a[7]);
+  return run<ReverseLayout>(n, [&] { delta_reverse_kernel(call, maps); });
+}
+
+extern "C" const char* delta_rule_token_gradients(void** a, const int* sizes, float scale) {
+  using namespace ejkernel::delta_rule;
+  const Sizes& n = *reinterpret_cast<const Sizes*>(sizes);
   device::complaint = nullptr;
   device::arrays.clear();
-  DeltaCall call{};
-  const int batch = n[0];
-  call.tokens = n[1], call.heads = n[2], call.query_heads = n[3], call.key_heads = n[4], call.value_heads = n[5];
-  call.value_dim = n[6], call.chunks = (n[1] + kChunkTokens - 1) / kChunkTokens, call.scale = scale;
-  call.gates = static_cast<const float*>(a[3]), call.beta = static_cast<const float*>(a[4]);
-  call.initial_states = static_cast<const float*>(a[5]), call.final_states = static_cast<float*>(a[7]);
-  Maps maps;
-  describe(&maps.query, a[0], batch, n[1], n[3] * kKeyDim, 128);
-  describe(&maps.key, a[1], batch, n[1], n[4] * kKeyDim, 128);
-  describe(&maps.value, a[2], batch, n[1], n[5] * n[6], 128);
-  describe(&maps.output, a[6], batch, n[1], n[2] * n[6], 32);
-  for (int block = 0; block < batch * call.heads * (call.value_dim / kBlockValues); ++block) {
-    device::run_cluster(block, 1, kSharedMemoryBytes, [&] { delta_kernel(call, maps); }, kThreads);
+  TokenGradientCall call{};
+  TokenGradientMaps maps;
+  const int keys = n.heads * kKeyDim, values = n.heads * n.values, states = n.batch * n.heads * n.chunks();
+  call.tokens = n.tokens, call.chunks = n.chunks(), call.heads = n.heads, call.scale = scale;
+  call.query_heads = n.query_heads, call.key_heads = n.key_heads;
+  call.value = static_cast<const __nv_bfloat16*>(a[2]);
+  call.gates = static_cast<const float*>(a[8]), call.beta = static_cast<const float*>(a[9]);
+  call.dvalue = static_cast<__nv_bfloat16*>(a[12]);
+  call.dgates = static_cast<float*>(a[13]), call.dbeta = static_cast<float*>(a[14]);
+  describe(&maps.query, a[0], n.batch, n.tokens, n.query_heads * kKeyDim, 128);
+  describe(&maps.key, a[1], n.batch, n.tokens, n.key_heads * kKeyDim, 128);
+  describe(&maps.writes, a[3], n.batch, n.tokens, values, 128);
+  describe(&maps.cotangent, a[4], n.batch, n.tokens, values, 128);
+  describe(&maps.dwrites, a[5], n.batch, n.tokens, values, 128);
+  describe(&maps.states, a[6], states, n.values, kKeyDim, 128);
+  describe(&maps.dstates, a[7], states, n.values, kKeyDim, 128);
+  if (n.query_heads < n.heads) call.dquery = static_cast<float*>(a[10]);
+  if (n.key_heads < n.heads) call.dkey = static_cast<float*>(a[11]);
+  describe(&maps.dquery, a[10], n.batch, n.tokens, keys, 128, 16);
+  describe(&maps.dkey, a[11], n.batch, n.tokens, keys, 128, 16);
+  for (int block = 0; block < states; ++block) {
+    const auto start = [&](auto values) {
+      constexpr int V = decltype(values)::value;
+      device::run_cluster(block, 1, GradientLayout<V>::kBytes,
+                          [&] { delta_token_gradients_kernel<V>(call, maps); }, kGradientThreads);
+    };
+    n.values == 64 ? start(std::integral_constant<int, 64>()) : start(std::integral_constant<int, 128>());
   }
   return device::complaint;
 }

@@ -1,90 +1,117 @@
-// The XLA FFI handler of the chunked delta rule.
-#include "common/ffi_handler.cuh"
+// The XLA FFI handlers of the chunked delta rule's scans.
 #include "delta_rule/chunked.cuh"
-
-#include <cuda.h>
-
-#include <cstring>
+#include "delta_rule/handler.cuh"
+#include "delta_rule/reverse.cuh"
 
 namespace ejkernel::delta_rule {
 namespace {
 
-constexpr HandlerErrors kErrors{"delta rule"};
-
-// Encodes the tensor map of [batch, tokens, columns] in bfloat16, for tiles of 64 tokens.
-const char* encode_tensor_map(TensorMap* map, const void* data, int64_t columns, int64_t tokens, int64_t batch,
-                     int tile_columns, CUtensorMapSwizzle swizzle) {
-  decltype(&cuTensorMapEncodeTiled) encode = nullptr;
-  CUtensorMap encoded;
-  cudaDriverEntryPointQueryResult status;
-  const cudaError_t error = cudaGetDriverEntryPointByVersion(
-      "cuTensorMapEncodeTiled", reinterpret_cast<void**>(&encode), 12000, cudaEnableDefault, &status);
-  if (error != cudaSuccess) return cudaGetErrorString(error);
-  const cuuint64_t sizes[3] = {cuuint64_t(columns), cuuint64_t(tokens), cuuint64_t(batch)};
-  const cuuint64_t strides[2] = {cuuint64_t(columns) * 2, cuuint64_t(columns * tokens) * 2};
-  const cuuint32_t tile[3] = {cuuint32_t(tile_columns), kChunkTokens, 1}, steps[3] = {1, 1, 1};
-  if (status != cudaDriverEntryPointSuccess ||
-      encode(&encoded, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(data), sizes, strides, tile, steps,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS) {
-    return "the driver cannot encode a tensor map";
-  }
-  static_assert(sizeof(encoded) == sizeof(*map), "a tensor map has 128 bytes");
-  std::memcpy(map, &encoded, sizeof(encoded));
-  return nullptr;
-}
-
-ffi::Error launch(cudaStream_t stream, const DeltaCall& call, const Maps& maps, int64_t batch) {
+template <typename L, typename Kernel>
+ffi::Error launch(cudaStream_t stream, Kernel kernel, const DeltaCall& call, const Maps& maps, int64_t batch) {
   const cudaError_t error =
-      cudaFuncSetAttribute(delta_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedMemoryBytes);
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, L::kSharedMemoryBytes);
   if (error != cudaSuccess) return kErrors.internal("shared memory", cudaGetErrorString(error));
   const int64_t blocks = batch * call.heads * (call.value_dim / kBlockValues);
-  delta_kernel<<<int(blocks), kThreads, kSharedMemoryBytes, stream>>>(call, maps);
+  kernel<<<int(blocks), kThreads, L::kSharedMemoryBytes, stream>>>(call, maps);
   return kErrors.check("launch", cudaGetLastError());
 }
 
-using Bf16 = ffi::Buffer<ffi::BF16>;
-using F32 = ffi::Buffer<ffi::F32>;
+// The arrays that both scans read: the forward pass's values, or the gradient of its output in their place.
+struct Inputs {
+  const Bf16 &query, &key, &value;
+  const F32 &gates, &beta, &initial;
+};
 
-ffi::Error delta_rule(cudaStream_t stream, Bf16 query, Bf16 key, Bf16 value, F32 gates, F32 beta, F32 initial,
-                      ffi::Result<Bf16> output, ffi::Result<F32> final, float scale) {
-  if (output->element_count() == 0) return ffi::Error::Success();
-  const auto q = query.dimensions(), k = key.dimensions(), v = value.dimensions(), b = beta.dimensions();
-  if (q.size() != 4 || k.size() != 4 || v.size() != 4 || b.size() != 3) return kErrors.invalid_shapes();
+// Describes a scan. Returns false if the shapes do not belong together.
+bool describe_call(DeltaCall* call, const Inputs& in, F32& final, float scale) {
+  const auto q = in.query.dimensions(), k = in.key.dimensions(), v = in.value.dimensions(), b = in.beta.dimensions();
+  if (q.size() != 4 || k.size() != 4 || v.size() != 4 || b.size() != 3) return false;
   const int64_t batch = q[0], tokens = q[1], heads = b[2], values = v[3];
   const auto divides = [heads](int64_t field_heads) { return field_heads > 0 && heads % field_heads == 0; };
   const auto has_call_shape = [=](const auto& x) { return x[0] == batch && x[1] == tokens && divides(x[2]); };
   if (!has_call_shape(q) || !has_call_shape(k) || !has_call_shape(v) || !has_call_shape(b) || q[3] != kKeyDim ||
-      k[3] != kKeyDim ||
-      values % kBlockValues || (gates.element_count() != 0 && count(gates) != count(beta)) ||
-      (initial.element_count() != 0 && count(initial) != count(*final)) ||
-      count(*output) != count(beta) * values || count(*final) != batch * heads * kKeyDim * values) {
+      k[3] != kKeyDim || values % kBlockValues ||
+      (in.gates.element_count() != 0 && count(in.gates) != count(in.beta)) ||
+      (in.initial.element_count() != 0 && count(in.initial) != count(final)) ||
+      count(final) != batch * heads * kKeyDim * values) {
+    return false;
+  }
+  call->tokens = int(tokens), call->heads = int(heads), call->value_dim = int(values);
+  call->query_heads = int(q[2]), call->key_heads = int(k[2]), call->value_heads = int(v[2]);
+  call->chunks = (call->tokens + kChunkTokens - 1) / kChunkTokens;
+  call->gates = data_or_null(in.gates), call->beta = in.beta.typed_data();
+  call->initial_states = data_or_null(in.initial);
+  call->final_states = final.typed_data(), call->scale = scale;
+  return true;
+}
+
+// Encodes the maps of a scan: without `states` and `writes` for a kernel that stores neither.
+const char* encode_maps(Maps* maps, const DeltaCall& call, const Inputs& in, Bf16* output, Bf16* writes, Bf16* states) {
+  const int64_t batch = in.query.dimensions()[0], tokens = call.tokens, values = int64_t(call.heads) * call.value_dim;
+  const Tile loaded = {64, kChunkTokens, CU_TENSOR_MAP_SWIZZLE_128B};
+  const Tile rows = {16, kChunkTokens, CU_TENSOR_MAP_SWIZZLE_NONE};
+  const int64_t state_count = batch * call.heads * call.chunks;
+  const char* message =
+      encode(&maps->query, in.query.untyped_data(), {call.query_heads * kKeyDim, tokens, batch}, loaded);
+  if (!message) {
+    message = encode(&maps->key, in.key.untyped_data(), {call.key_heads * kKeyDim, tokens, batch}, loaded);
+  }
+  if (!message) {
+    message = encode(&maps->value, in.value.untyped_data(),
+                     {int64_t(call.value_heads) * call.value_dim, tokens, batch}, loaded);
+  }
+  if (!message && output) message = encode(&maps->output, output->untyped_data(), {values, tokens, batch}, rows);
+  if (!message && writes) message = encode(&maps->writes, writes->untyped_data(), {values, tokens, batch}, rows);
+  if (!message && states) {
+    message = encode(&maps->states, states->untyped_data(), {kKeyDim, call.value_dim, state_count},
+                     {64, 16, CU_TENSOR_MAP_SWIZZLE_128B});
+  }
+  return message;
+}
+
+int64_t tokens_times_values(const DeltaCall& call, const Inputs& in) { return count(in.beta) * call.value_dim; }
+
+ffi::Error delta_rule(cudaStream_t stream, Bf16 query, Bf16 key, Bf16 value, F32 gates, F32 beta, F32 initial,
+                      ffi::Result<Bf16> output, ffi::Result<F32> final, ffi::Result<Bf16> writes,
+                      ffi::Result<Bf16> states, float scale) {
+  if (output->element_count() == 0) return ffi::Error::Success();
+  const Inputs in{query, key, value, gates, beta, initial};
+  DeltaCall call{};
+  if (!describe_call(&call, in, *final, scale)) return kErrors.invalid_shapes();
+  const int64_t batch = query.dimensions()[0];
+  const bool stores = writes->element_count() != 0;
+  if (count(*output) != tokens_times_values(call, in) ||
+      (stores && (count(*writes) != count(*output) || count(*states) != count(*final) * call.chunks))) {
     return kErrors.invalid_shapes();
   }
-  DeltaCall call{};
-  call.tokens = int(tokens), call.heads = int(heads), call.value_dim = int(values);
-  call.query_heads = int(q[2]), call.key_heads = int(k[2]), call.value_heads = int(v[2]);
-  call.chunks = (call.tokens + kChunkTokens - 1) / kChunkTokens;
-  call.gates = data_or_null(gates), call.beta = beta.typed_data(), call.initial_states = data_or_null(initial);
-  call.final_states = final->typed_data(), call.scale = scale;
   Maps maps;
-  const CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
-  const char* error_message = encode_tensor_map(&maps.query, query.untyped_data(), q[2] * q[3], tokens, batch, 64,
-      swizzle);
-  if (!error_message) error_message = encode_tensor_map(&maps.key, key.untyped_data(), k[2] * k[3], tokens, batch, 64,
-      swizzle);
-  if (!error_message) error_message = encode_tensor_map(&maps.value, value.untyped_data(), v[2] * values, tokens,
-      batch, 64, swizzle);
-  if (!error_message) {
-    error_message = encode_tensor_map(&maps.output, output->untyped_data(), heads * values, tokens, batch, 16,
-                       CU_TENSOR_MAP_SWIZZLE_NONE);
+  const char* message = encode_maps(&maps, call, in, &*output, stores ? &*writes : nullptr,
+                                    stores ? &*states : nullptr);
+  if (message) return kErrors.internal("tensor map", message);
+  if (stores) return launch<ForwardLayout<true>>(stream, delta_kernel<true>, call, maps, batch);
+  return launch<ForwardLayout<false>>(stream, delta_kernel<false>, call, maps, batch);
+}
+
+// The reverse scan: the output's gradient has the place of the values, and the final states' that of the first ones.
+ffi::Error delta_rule_reverse(cudaStream_t stream, Bf16 query, Bf16 key, Bf16 cotangent, F32 gates, F32 beta,
+                              F32 final_cotangent, ffi::Result<Bf16> dwrites, ffi::Result<Bf16> dstates,
+                              ffi::Result<F32> dinitial, float scale) {
+  if (dwrites->element_count() == 0) return ffi::Error::Success();
+  const Inputs in{query, key, cotangent, gates, beta, final_cotangent};
+  DeltaCall call{};
+  if (!describe_call(&call, in, *dinitial, scale) || count(*dwrites) != tokens_times_values(call, in) ||
+      count(*dstates) != count(*dinitial) * call.chunks) {
+    return kErrors.invalid_shapes();
   }
-  if (error_message) return kErrors.internal("tensor map", error_message);
-  return launch(stream, call, maps, batch);
+  Maps maps;
+  const char* message = encode_maps(&maps, call, in, nullptr, &*dwrites, &*dstates);
+  if (message) return kErrors.internal("tensor map", message);
+  return launch<ReverseLayout>(stream, delta_reverse_kernel, call, maps, query.dimensions()[0]);
 }
 
 }  // namespace
 
 EJKERNEL_FFI_HANDLER(ejkernel_delta_rule, delta_rule, "scale");
+EJKERNEL_FFI_HANDLER(ejkernel_delta_rule_reverse, delta_rule_reverse, "scale");
 
 }  // namespace ejkernel::delta_rule

@@ -1,435 +1,39 @@
-// The forward pass of the gated delta rule in chunks of 64 tokens, in one kernel without stored states.
-//
-// A block has one head of one row and 64 of its value channels, and its warpgroups have roles:
-//   loads    one warp copies queries, keys and values of a chunk by TMA; another one sums up the gates
-//   pairs    two warpgroups alternate between chunks: T = (I + M)^-1 with M_ij = beta_i exp2(G_i - G_j) <k_i, k_j>
-//            below the diagonal, and A_ij = exp2(G_i - G_j) <q_i, k_j> on and below it. Neither depends on the state.
-//   state    one warpgroup, in which the state is transposed, [values, keys], as an accumulator in registers:
-//              X^T = beta (V^T - E S^T K^T) T^T,   O^T = E S^T Q^T + X^T A^T,   S^T = E_last S^T + (F X^T) K
-//            with E = exp2(G), F = exp2(G_last - G). The registers of an accumulator are the left operand of
-//            the next product, so nothing of this chain passes through shared memory.
+// The forward pass of the gated delta rule, in one kernel:
+//   X^T = beta (V^T - E S^T K^T) T^T,   O^T = E S^T Q^T + X^T A^T,   S^T = E_last S^T + (F X^T) K
+// with E = exp2(G), F = exp2(G_last - G). The registers of an accumulator are the left operand of the next product, so
+// nothing of this chain passes through shared memory. For the backward pass the kernel stores S before each chunk, and X.
 #pragma once
 
-#include "common/logarithms.cuh"
-#include "delta_rule/ptx.cuh"
+#include "delta_rule/scan.cuh"
 
 namespace ejkernel::delta_rule {
 
-constexpr int kChunkTokens = 64, kKeyDim = 128, kBlockValues = 64;
-constexpr int kStages = 4, kPairSlots = 3, kPairWarpgroups = 2;
-constexpr int kThreads = 128 * (2 + kPairWarpgroups);
-constexpr float kMinLog2Gate = -150.0f;  // powers of two, in which exp2 is 0
+template <bool StoresStates>
+using ForwardLayout = Layout<StoresStates ? 3 : 4, StoresStates>;
 
-struct DeltaCall {
-  const float* gates;    // [B, T, H], log gates; null without gates
-  const float* beta;     // [B, T, H]
-  const float* initial_states;  // [B, H, K, V]; null for zeros
-  float* final_states;          // [B, H, K, V]
-  int tokens, chunks, heads, query_heads, key_heads, value_heads, value_dim;
-  float scale;
-};
-
-// A CUtensorMap.
-struct alignas(64) TensorMap {
-  char bytes[128];
-};
-
-struct Maps {
-  TensorMap query, key, value, output;
-};
-
-// Shared memory, in bytes.
-constexpr int kTileBytes = kChunkTokens * 128;  // 64 rows of 64 channels
-constexpr int kKeyOffset = 2 * kTileBytes, kValueOffset = 4 * kTileBytes, kStageBytes = 5 * kTileBytes;
-constexpr int kPairSlotsOffset = kStages * kStageBytes, kPairSlotBytes = 2 * kTileBytes;
-constexpr int kOutputOffset = kPairSlotsOffset + kPairSlots * kPairSlotBytes, kOutputBytes =
-    kChunkTokens * 32;  // of a warp
-// Values per token, float32, by stage: G, beta, E, beta E, F, and once E of the last token.
-constexpr int kGatesOffset = kOutputOffset + 4 * kOutputBytes, kGateBytes = 5 * 256 + 16;
-constexpr int kScratchOffset = kGatesOffset + kStages * kGateBytes, kScratchRowBytes = 80, kScratchBytes =
-    16 * kScratchRowBytes;
-constexpr int kBarriersOffset = kScratchOffset + 2 * kPairWarpgroups * kScratchBytes;
-constexpr int kSharedMemoryBytes = kBarriersOffset + 16 * kStages + 16 * kPairSlots;
-static_assert(kSharedMemoryBytes <= 227 * 1024, "more shared memory than a block can have");
-
-struct Block {
-  uint32_t shared;
-  char* memory;
-  int head, row, first_value, thread;
-
-  __device__ __forceinline__ uint32_t stage(int s) const { return shared + s * kStageBytes; }
-  __device__ __forceinline__ uint32_t slot(int s) const { return shared + kPairSlotsOffset + s * kPairSlotBytes; }
-  __device__ __forceinline__ const float* gates(int s) const {
-    return reinterpret_cast<const float*>(memory + kGatesOffset + s * kGateBytes);
-  }
-  __device__ __forceinline__ uint32_t stage_full_barrier(int s) const { return shared + kBarriersOffset + 16 * s; }
-  __device__ __forceinline__ uint32_t stage_free_barrier(int s) const { return stage_full_barrier(s) + 8; }
-  __device__ __forceinline__ uint32_t slot_full_barrier(int s) const { return shared + kBarriersOffset + 16 * (
-      kStages + s); }
-  __device__ __forceinline__ uint32_t slot_free_barrier(int s) const { return slot_full_barrier(s) + 8; }
-};
-
-// The slot that a loop has reached in a ring buffer of `Size` slots, and the parity of its mbarrier.
-template <int Size>
-struct Ring {
-  int index = 0;
-  uint32_t phase = 0;
-  __device__ __forceinline__ void next() {
-    if (++index == Size) index = 0, phase ^= 1;
-  }
-};
-
-// Byte offset of the lane's row of four 8x8 matrices in a swizzled tile: rows from `row` on (8 and 8), 16-byte columns
-// `column` and the next one.
-__device__ __forceinline__ uint32_t block_row(int row, int column, int lane) {
-  const int r = row + lane % 16;
-  return r * 128 + (((column + lane / 16) ^ (r & 7)) << 4);
-}
-
-// c += a b for a and b of 16 x 16, b as four transposed 8x8 matrices: (rows 0, columns 0), (8, 0), (0, 8), (8, 8).
-__device__ __forceinline__ void multiply_16(float (&c)[2][4], const uint32_t (&a)[4], const uint32_t (&b)[4]) {
-  Half<__nv_bfloat16>::multiply(c[0], a, b[0], b[1]);
-  Half<__nv_bfloat16>::multiply(c[1], a, b[2], b[3]);
-}
-
-__device__ __forceinline__ uint32_t pack(float low, float high) { return Half<__nv_bfloat16>::pack(low, high); }
-
-// Converts accumulators to a left operand.
-__device__ __forceinline__ void pack_16(uint32_t (&a)[4], const float (&c)[2][4], float sign = 1.0f) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) a[i] = pack(sign * c[i / 2][i % 2 * 2], sign * c[i / 2][i % 2 * 2 + 1]);
-}
-
-__device__ __forceinline__ void transpose_16(uint32_t (&b)[4], const uint32_t (&a)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) b[i] = transpose(a[i]);
-}
-
-// ---- loads ----
-
-__device__ __forceinline__ void load_tiles(const Block& block, const DeltaCall& call, const Maps& maps) {
-  const int query = block.head / (call.heads / call.query_heads) * kKeyDim;
-  const int key = block.head / (call.heads / call.key_heads) * kKeyDim;
-  const int value = block.head / (call.heads / call.value_heads) * call.value_dim + block.first_value;
-  Ring<kStages> ring;
-  for (int chunk = 0; chunk < call.chunks; ++chunk) {
-    const uint32_t to = block.stage(ring.index), barrier = block.stage_full_barrier(ring.index);
-    if (chunk >= kStages) wait_for_phase(block.stage_free_barrier(ring.index), ring.phase ^ 1);
-    arrive_and_expect(barrier, kStageBytes);
-    const int token = chunk * kChunkTokens;
-    copy_tile(to + kKeyOffset, &maps.key, key, token, block.row, barrier);
-    copy_tile(to + kKeyOffset + kTileBytes, &maps.key, key + 64, token, block.row, barrier);
-    copy_tile(to, &maps.query, query, token, block.row, barrier);
-    copy_tile(to + kTileBytes, &maps.query, query + 64, token, block.row, barrier);
-    copy_tile(to + kValueOffset, &maps.value, value, token, block.row, barrier);
-    ring.next();
-  }
-}
-
-// A log gate in powers of two, so that sums are finite. NaN stays NaN.
-__device__ __forceinline__ float clamped_log2_gate(float gate) {
-  const float log2 = gate * kLog2e;
-  return log2 < kMinLog2Gate ? kMinLog2Gate : log2;
-}
-
-// One warp; a lane has two tokens.
-__device__ __forceinline__ void load_gates(const Block& block, const DeltaCall& call) {
-  const int lane = block.thread % 32;
-  const int64_t base = int64_t(block.row) * call.tokens * call.heads + block.head;
-  float gate[2], beta[2];
-  const auto fetch = [&](int chunk) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int token = chunk * kChunkTokens + lane * 2 + i;
-      const bool valid = token < call.tokens;
-      const int64_t at = base + int64_t(token) * call.heads;
-      gate[i] = valid && call.gates != nullptr ? __ldg(call.gates + at) : 0.0f;
-      beta[i] = valid ? __ldg(call.beta + at) : 0.0f;
-    }
-  };
-  fetch(0);
-  Ring<kStages> ring;
-  for (int chunk = 0; chunk < call.chunks; ++chunk) {
-    const float first = clamped_log2_gate(gate[0]), both = first + clamped_log2_gate(gate[1]);
-    const float2 betas = {beta[0], beta[1]};
-    if (chunk + 1 < call.chunks) fetch(chunk + 1);
-    float sum = both;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const float earlier_sum = __shfl_up_sync(~0u, sum, step);
-      if (lane >= step) sum += earlier_sum;
-    }
-    const float last = __shfl_sync(~0u, sum, 31);
-    const float2 sums = {sum - both + first, sum};
-    const float2 decay = {exp2_fast(sums.x), exp2_fast(sums.y)};
-    if (chunk >= kStages) wait_for_phase(block.stage_free_barrier(ring.index), ring.phase ^ 1);
-    float2* const stage_values =
-        reinterpret_cast<float2*>(block.memory + kGatesOffset + ring.index * kGateBytes) + lane;
-    stage_values[0] = sums;
-    stage_values[32] = betas;
-    stage_values[64] = decay;
-    stage_values[96] = {betas.x * decay.x, betas.y * decay.y};
-    stage_values[128] = {exp2_fast(last - sums.x), exp2_fast(last - sums.y)};
-    if (lane == 31) reinterpret_cast<float*>(stage_values + 129)[0] = decay.y;
-    __syncwarp();
-    if (lane == 0) arrive(block.stage_full_barrier(ring.index));
-    ring.next();
-  }
-}
-
-// ---- pairs ----
-
-struct Pairs {
-  const Block& block;
-  const DeltaCall& call;
-  const int group;
-  int warp, lane, t, g;
-  uint32_t strictly_lower[8][2];  // M in bfloat16: rows g and g + 8 of the warp's 16 rows
-  uint32_t inverse[4];   // the inverse's block on the diagonal
-
-  __device__ __forceinline__ Pairs(const Block& b, const DeltaCall& c, int warpgroup_index)
-      : block(b),
-        call(c),
-        group(warpgroup_index),
-        warp(b.thread / 32 % 4),
-        lane(b.thread % 32),
-        t(b.thread % 4),
-        g(b.thread % 32 / 4) {}
-
-  __device__ __forceinline__ void synchronise_group() const { synchronise<128>(1 + group); }
-
-  __device__ __forceinline__ void run() {
-    Ring<kStages> stage;
-    Ring<kPairSlots> slot;
-    for (int i = 0; i < group; ++i) stage.next(), slot.next();
-    for (int chunk = group; chunk < call.chunks; chunk += kPairWarpgroups) {
-      solve_chunk(chunk, stage, slot);
-#pragma unroll
-      for (int i = 0; i < kPairWarpgroups; ++i) stage.next(), slot.next();
-    }
-  }
-
-  __device__ __forceinline__ void store_block(uint32_t tile, int row, int column, const uint32_t (&a)[4]) const {
-    store_matrices(tile + block_row(row, column, lane), a[0], a[1], a[2], a[3]);
-  }
-
-  __device__ __forceinline__ void load_block(uint32_t (&b)[4], uint32_t tile, int row, int column) const {
-    load_matrices_transposed(b, tile + block_row(row, column, lane));
-  }
-
-  __device__ __forceinline__ void solve_chunk(int chunk, const Ring<kStages>& stage, const Ring<kPairSlots>& slot) {
-    // The compiler must not hoist values that depend on these out of the loop: they would take registers.
-    asm volatile("" : "+r"(warp), "+r"(lane), "+r"(t), "+r"(g));
-    const uint32_t inverses = block.slot(slot.index);
-    wait_for_phase(block.stage_full_barrier(stage.index), stage.phase);
-    float diagonal[2][4];
-    compute_scores_and_system(stage.index, diagonal, chunk, slot);
-    invert_diagonal(diagonal);
-    invert_rest(inverses, chunk);
-    fence_shared_stores();
-    __syncwarp();
-    if (lane == 0) arrive(block.slot_full_barrier(slot.index));
-  }
-
-  // Multiplies keys with keys and with queries, applies the decay, and stores the scores of queries in shared memory.
-  __device__ __forceinline__ void compute_scores_and_system(int stage, float (&diagonal)[2][4], int chunk,
-      const Ring<kPairSlots>& slot) {
-    float keys[8][4], queries[8][4];
-    const uint64_t q = swizzled_operand(block.stage(stage)), k = swizzled_operand(block.stage(stage) + kKeyOffset);
-    fence_products();
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int at = i / 4 * (kTileBytes / 16) + i % 4 * 2;
-      multiply_shared(keys, k + at, k + at, i);
-    }
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int at = i / 4 * (kTileBytes / 16) + i % 4 * 2;
-      multiply_shared(queries, q + at, k + at, i);
-    }
-    commit_products();
-    const float* const gates = block.gates(stage);
-    float sums[2], betas[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) sums[i] = gates[warp * 16 + g + i * 8], betas[i] = gates[64 + warp * 16 + g + i * 8];
-    wait_for_products<0>(keys);
-    wait_for_products<0>(queries);
-    uint32_t scores[8][2];
-#pragma unroll
-    for (int tile = 0; tile < 8; ++tile) {
-      scores[tile][0] = scores[tile][1] = strictly_lower[tile][0] = strictly_lower[tile][1] = 0;
-      if (tile > 2 * warp + 1) continue;
-      const float2 column_sums = *reinterpret_cast<const float2*>(gates + tile * 8 + t * 2);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = warp * 16 + g + i / 2 * 8, column = tile * 8 + t * 2 + i % 2;
-        const float decay = exp2_fast(sums[i / 2] - (i % 2 ? column_sums.y : column_sums.x));
-        queries[tile][i] = column <= row ? queries[tile][i] * decay : 0.0f;
-        const float pair = column < row ? keys[tile][i] * decay * betas[i / 2] : 0.0f;
-        keys[tile][i] = pair;
-        if (tile / 2 == warp) diagonal[tile % 2][i] = pair;
-      }
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        scores[tile][i] = pack(queries[tile][2 * i], queries[tile][2 * i + 1]);
-        strictly_lower[tile][i] = pack(keys[tile][2 * i], keys[tile][2 * i + 1]);
-      }
-    }
-    __syncwarp();
-    if (lane == 0) arrive(block.stage_free_barrier(stage));
-    if (chunk >= kPairSlots) wait_for_phase(block.slot_free_barrier(slot.index), slot.phase ^ 1);
-    const uint32_t to = block.slot(slot.index) + kTileBytes;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i > warp) continue;
-      store_matrices(to + block_row(warp * 16, 2 * i, lane), scores[2 * i][0], scores[2 * i][1], scores[2 * i + 1][0],
-                     scores[2 * i + 1][1]);
-    }
-  }
-
-  // Computes (I + L)^-1 of the warp's 16 rows, L `lower`: blocks of 1, 2, 4 and 8 rows are joined, and the block below
-  // the diagonal is minus the product of the second inverse, L's block, and the first inverse.
-  __device__ __forceinline__ void invert_diagonal(const float (&lower)[2][4]) {
-    float result[2][4];
-    uint32_t packed[4], right[4];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int row = g + i % 4 / 2 * 8, column = i / 4 * 8 + t * 2 + i % 2;
-      result[i / 4][i % 4] = (row == column) - (row / 2 == column / 2 ? lower[i / 4][i % 4] : 0.0f);
-    }
-    pack_16(packed, lower);
-    transpose_16(right, packed);
-    pack_16(inverse, result);
-#pragma unroll
-    for (int level = 1; level < 4; ++level) {
-      uint32_t masked[4], transposed[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = i % 2 * 8 + t * 2, column = i / 2 * 8 + g;  // and the next row
-        const bool joined = row >> (level + 1) == column >> (level + 1) && row >> level != column >> level;
-        masked[i] = joined ? right[i] : 0;
-      }
-      float product[2][4] = {}, change[2][4] = {};
-      multiply_16(product, inverse, masked);
-      transpose_16(transposed, inverse);
-      pack_16(packed, product);
-      multiply_16(change, packed, transposed);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) result[i / 4][i % 4] -= change[i / 4][i % 4];
-      pack_16(inverse, result);
-    }
-  }
-
-  // Joins the inverses of blocks of 16 and of 32 rows, which different warps have.
-  __device__ __forceinline__ void invert_rest(uint32_t tile, int chunk) {
-    // Alternates between two buffers, so that no warp overwrites what another one still reads of the previous chunk.
-    const int scratch_index = chunk / kPairWarpgroups % 2 * kPairWarpgroups + group;
-    const uint32_t scratch =
-        block.shared + kScratchOffset + scratch_index * kScratchBytes + lane % 16 * kScratchRowBytes + lane / 16 * 16;
-    store_block(tile, warp * 16, warp * 2, inverse);
-    if (warp == 2) {
-      store_matrices(scratch, strictly_lower[0][0], strictly_lower[0][1], strictly_lower[1][0], strictly_lower[1][1]);
-      store_matrices(scratch + 32, strictly_lower[2][0], strictly_lower[2][1], strictly_lower[3][0],
-          strictly_lower[3][1]);
-    }
-    synchronise_group();
-    uint32_t joined[4], right[4], left[4];
-    if (warp % 2 == 1) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        // Selects values, not array elements: an array that is indexed at run time would be in local memory.
-        const uint32_t first = strictly_lower[i / 2][i % 2], third = strictly_lower[4 + i / 2][i % 2];
-        left[i] = warp == 1 ? first : third;
-      }
-      transpose_16(right, left);
-      float product[2][4] = {}, change[2][4] = {};
-      multiply_16(product, inverse, right);
-      pack_16(left, product);
-      load_block(right, tile, (warp - 1) * 16, (warp - 1) * 2);
-      multiply_16(change, left, right);
-      pack_16(joined, change, -1.0f);
-      store_block(tile, warp * 16, (warp - 1) * 2, joined);
-    }
-    synchronise_group();
-    if (warp < 2) return;
-    float product[2][2][4] = {}, change[2][2][4] = {};
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) left[j] = strictly_lower[2 * i + j / 2][j % 2];
-      transpose_16(right, left);
-      multiply_16(product[i], inverse, right);
-      if (warp == 3) {
-        load_matrices_transposed(right, scratch + i * 32);
-        multiply_16(product[i], joined, right);
-      }
-    }
-    pack_16(left, product[0]);
-    load_block(right, tile, 0, 0);
-    multiply_16(change[0], left, right);
-    pack_16(left, product[1]);
-    load_block(right, tile, 16, 0);
-    multiply_16(change[0], left, right);
-    load_block(right, tile, 16, 2);
-    multiply_16(change[1], left, right);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      pack_16(left, change[i], -1.0f);
-      store_block(tile, warp * 16, 2 * i, left);
-    }
-  }
-};
-
-// ---- state ----
-
-struct State {
-  const Block& block;
-  const DeltaCall& call;
-  const Maps& maps;
-  const int warp, lane, t, g;
-  float state[16][4];  // [values g and g + 8, keys tile * 8 + t * 2 and the next one]
+template <typename L>
+struct State : ScanState<L> {
+  using Base = ScanState<L>;
+  using Base::block, Base::call, Base::maps, Base::warp, Base::lane, Base::t, Base::state;
   float output[8][4];
 
-  __device__ __forceinline__ State(const Block& b, const DeltaCall& c, const Maps& m)
-      : block(b),
-        call(c),
-        maps(m),
-        warp(b.thread / 32 % 4),
-        lane(b.thread % 32),
-        t(b.thread % 4),
-        g(b.thread % 32 / 4) {}
-
-  // Calls `use` with each element of the state and with the corresponding element of [B, H, K, V].
-  template <typename T, typename Use>
-  __device__ __forceinline__ void for_each(T* states, Use use) {
-    const int64_t first = (int64_t(block.row) * call.heads + block.head) * kKeyDim + t * 2;
-    T* at = states + first * call.value_dim + block.first_value + warp * 16 + g;
-#pragma unroll
-    for (int tile = 0; tile < 16; ++tile) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) use(state[tile][i], at[i % 2 * call.value_dim + i / 2 * 8]);
-      at += 8 * call.value_dim;
-      asm volatile("" : "+l"(at));  // otherwise 64 addresses are kept in registers through the loop over chunks
-    }
-  }
+  __device__ __forceinline__ State(const Block<L>& b, const DeltaCall& c, const Maps& m) : Base(b, c, m) {}
 
   __device__ __forceinline__ void run() {
-#pragma unroll
-    for (int i = 0; i < 64; ++i) state[i / 4][i % 4] = 0.0f;
-    if (call.initial_states != nullptr) for_each(call.initial_states, [](float& element,
-        const float& stored) { element = stored; });
+    this->load_state();
 #pragma unroll
     for (int i = 0; i < 32; ++i) output[i / 4][i % 4] = 0.0f;
-    Ring<kStages> stage;
+    Ring<L::kStages> stage;
     Ring<kPairSlots> slot;
     for (int chunk = 0; chunk < call.chunks; ++chunk) {
       wait_for_phase(block.stage_full_barrier(stage.index), stage.phase);
       step(chunk, stage.index, slot);
       stage.next(), slot.next();
     }
+    this->wait_for_buffers();
     store_output(call.chunks - 1);
     if (lane == 0) wait_for_stores();
-    for_each(call.final_states, [](float& element, float& stored) { stored = element; });
+    this->store_final_state();
   }
 
   __device__ __forceinline__ void step(int chunk, int stage, const Ring<kPairSlots>& slot) {
@@ -437,11 +41,7 @@ struct State {
     const uint64_t q = swizzled_operand(tiles), k = swizzled_operand(tiles + kKeyOffset);
     const float* const gates = block.gates(stage) + t * 2;
     uint32_t left[8][4];
-#pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      const int tile = i / 4 * 2 + i % 4 / 2, pair = i % 2 * 2;
-      left[i / 4][i % 4] = pack(state[tile][pair], state[tile][pair + 1]);
-    }
+    this->pack_state(left);
     float state_products[8][4];
     fence_products();
 #pragma unroll
@@ -450,7 +50,9 @@ struct State {
     }
     commit_products();
     wait_for_products<1>(output);  // complete before; without this line ptxas waits for all products here
+    if (chunk > 0 || L::kStoresStates) this->wait_for_buffers();
     if (chunk > 0) store_output(chunk - 1);
+    if constexpr (L::kStoresStates) this->store_packed_state(left, chunk);
     fence_products();
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -461,11 +63,7 @@ struct State {
 #pragma unroll
     for (int i = 0; i < 64; ++i) state[i / 4][i % 4] *= chunk_decay;
     uint32_t values[4][4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int token = i * 16 + lane / 16 * 8 + lane % 8, column = warp * 2 + lane / 8 % 2;
-      load_matrices_transposed(values[i], tiles + kValueOffset + token * 128 + ((column ^ (token & 7)) << 4));
-    }
+    this->load_values(values, tiles);
     wait_for_products<1>(state_products);
     uint32_t rows[4][4];
 #pragma unroll
@@ -514,74 +112,31 @@ struct State {
 #pragma unroll
     for (int i = 0; i < 4; ++i) WarpgroupProduct<8>::multiply(output, rows[i], scores + i * 2, 1);
     commit_products();
+    if constexpr (L::kStoresStates) {
+      this->store_rows(&maps.writes, block.shared + L::kWritesOffset + warp * kOutputBytes, chunk,
+                       [&](int i, int j) { return rows[i][j]; });
+    }
     wait_for_state<0>(state);
     wait_for_products<0>(output);
     __syncwarp();
     if (lane == 0) arrive(block.stage_free_barrier(stage)), arrive(block.slot_free_barrier(slot.index));
   }
 
-  // Stores a warp's 16 value channels by TMA, through the warp's own shared memory.
   __device__ __forceinline__ void store_output(int chunk) {
-    const uint32_t warp_buffer = block.shared + kOutputOffset + warp * kOutputBytes;
-    if (lane == 0) wait_for_store_reads();
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      uint32_t packed[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int tile = 2 * i + j / 2, pair = j % 2 * 2;
-        packed[j] = pack(output[tile][pair] * call.scale, output[tile][pair + 1] * call.scale);
-      }
-      const int token = i * 16 + lane / 16 * 8 + lane % 8;
-      store_matrices_transposed(warp_buffer + token * 32 + lane / 8 % 2 * 16, packed[0], packed[1], packed[2],
-          packed[3]);
-    }
-    fence_shared_stores();
-    __syncwarp();
-    if (lane == 0) {
-      const int column = block.head * call.value_dim + block.first_value + warp * 16;
-      store_tile(&maps.output, column, chunk * kChunkTokens, block.row, warp_buffer);
-    }
+    this->store_rows(&maps.output, block.shared + L::kOutputOffset + warp * kOutputBytes, chunk, [&](int i, int j) {
+      const int tile = 2 * i + j / 2, pair = j % 2 * 2;
+      return pack(output[tile][pair] * call.scale, output[tile][pair + 1] * call.scale);
+    });
   }
 };
 
+template <bool StoresStates>
 __global__ void __launch_bounds__(kThreads, 1)
     delta_kernel(const DeltaCall call, const __grid_constant__ Maps maps) {
 #if __CUDA_ARCH__ == 900
   extern __shared__ __align__(1024) char memory[];
-  const int value_blocks = call.value_dim / kBlockValues, value_block = blockIdx.x % value_blocks, row_and_head =
-      blockIdx.x / value_blocks;
-  const Block block{shared_address(memory), memory, row_and_head % call.heads, row_and_head / call.heads,
-      value_block * kBlockValues,
-                    int(threadIdx.x)};
-  // Blocks above the diagonal are zeros, and nothing writes them.
-  for (int i = threadIdx.x; i < kPairSlots * kPairSlotBytes / 16; i += kThreads) {
-    reinterpret_cast<uint4*>(memory + kPairSlotsOffset)[i] = {0, 0, 0, 0};
-  }
-  fence_shared_stores();
-  if (threadIdx.x == 0) {
-    prefetch_map(&maps.query), prefetch_map(&maps.key), prefetch_map(&maps.value), prefetch_map(&maps.output);
-    for (int i = 0; i < kStages; ++i) start_barrier(block.stage_full_barrier(i), 2),
-        start_barrier(block.stage_free_barrier(i), 8);
-    for (int i = 0; i < kPairSlots; ++i) start_barrier(block.slot_full_barrier(i), 4),
-        start_barrier(block.slot_free_barrier(i), 4);
-    publish_barriers();
-  }
-  __syncthreads();
-  const int role = threadIdx.x / 128;
-  if (role == 0) {
-    give_registers<40>();
-    if (threadIdx.x == 0) load_tiles(block, call, maps);
-    if (threadIdx.x / 32 == 1) load_gates(block, call);
-  } else if (role == 1) {
-    take_registers<216>();
-    State state(block, call, maps);
-    state.run();
-  } else {
-    Pairs pairs(block, call, role - 2);
-    pairs.run();
-  }
+  using L = ForwardLayout<StoresStates>;
+  run_block<L, false, State<L>>(call, maps, memory);
 #endif
 }
 

@@ -45,6 +45,30 @@ __device__ __forceinline__ void multiply_rows(float (&d)[16][4], const uint32_t 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
+// d = a b or d += a b: [64, 64] of a [64, 16] in registers and b [16, 64] in shared memory, whose rows are contracted.
+__device__ __forceinline__ void multiply_rows(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b, int add) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
+      "%12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "{%32, %33, %34, %35}, %36, p, 1, 1, 1;}"
+      : EJKERNEL_D8
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+
+// d = a b or d += a b: [64, 128] of a [64, 16] and b [16, 128] in shared memory; the rows of b are contracted.
+__device__ __forceinline__ void multiply_shared_rows(float (&d)[16][4], uint64_t a, uint64_t b, int add) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
+      "%12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "
+      "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, "
+      "%56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, p, 1, 1, 0, 1;}"
+      : EJKERNEL_D8, EJKERNEL_D4(8), EJKERNEL_D4(9), EJKERNEL_D4(10), EJKERNEL_D4(11), EJKERNEL_D4(12),
+        EJKERNEL_D4(13), EJKERNEL_D4(14), EJKERNEL_D4(15)
+      : "l"(a), "l"(b), "r"(add));
+}
+
 #undef EJKERNEL_D8
 #undef EJKERNEL_D4
 

@@ -34,7 +34,9 @@ inline float row_operand(uint64_t b, int n, int k) {
   return __bfloat162float(*reinterpret_cast<const __nv_bfloat16*>(address_of(at)));
 }
 
-inline void multiply_rows(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b) {
+// d = a b or d += a b: a in registers, the rows of b are contracted.
+template <int Tiles>
+void multiply_rows(float (&d)[Tiles][4], const uint32_t (&a)[4], uint64_t b, int add = 1) {
   exchange(a, 4, [&](const uint32_t(*values)[6]) {
     const int lane = device::current->index % 32;
     std::vector<float> left(32);
@@ -44,11 +46,26 @@ inline void multiply_rows(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b)
       left[i] = __bfloat162float({uint16_t(pair >> (k % 2 * 16))});
     }
     device::current->products.push_back([=, &d] {
-      for (int i = 0; i < 64; ++i) {
+      for (int i = 0; i < Tiles * 4; ++i) {
         const int n = i / 4 * 8 + lane % 4 * 2 + i % 2;
-        for (int k = 0; k < 16; ++k) d[i / 4][i % 4] += left[i % 4 / 2 * 16 + k] * row_operand(b, n, k);
+        float sum = add ? d[i / 4][i % 4] : 0;
+        for (int k = 0; k < 16; ++k) sum += left[i % 4 / 2 * 16 + k] * row_operand(b, n, k);
+        d[i / 4][i % 4] = sum;
       }
     });
+  });
+}
+
+inline void multiply_shared_rows(float (&d)[16][4], uint64_t a, uint64_t b, int add) {
+  device::warp().barrier.wait();
+  const int lane = device::current->index % 32, warp = device::current->index / 32 % 4;
+  device::current->products.push_back([=, &d] {
+    for (int i = 0; i < 64; ++i) {
+      const int m = warp * 16 + lane / 4 + i % 4 / 2 * 8, n = i / 4 * 8 + lane % 4 * 2 + i % 2;
+      float sum = add ? d[i / 4][i % 4] : 0;
+      for (int k = 0; k < 16; ++k) sum += right_operand(a, m, k) * row_operand(b, n, k);
+      d[i / 4][i % 4] = sum;
+    }
   });
 }
 
@@ -62,6 +79,13 @@ inline uint32_t transpose(uint32_t pair) {
     }
   });
   return result;
+}
+
+inline void load_matrices(uint32_t (&matrices)[4], uint32_t row) {
+  exchange(&row, 1, [&](const uint32_t(*values)[6]) {
+    const int lane = device::current->index % 32;
+    for (int m = 0; m < 4; ++m) std::memcpy(&matrices[m], address_of(values[m * 8 + lane / 4][0]) + lane % 4 * 4, 4);
+  });
 }
 
 inline void load_matrices_transposed(uint32_t (&matrices)[4], uint32_t row) {
@@ -98,23 +122,26 @@ void synchronise(int id) {
   barrier.wait();
 }
 
-// Stands in for a tensor map: [batch, rows, columns] in bfloat16, and tiles of 64 rows.
+// Stands in for a tensor map: [batch, rows, columns] in bfloat16, and tiles, whose rows are swizzled if they have 128
+// bytes.
 struct Array {
   char* numbers;
-  int batch, rows, row_bytes, tile_bytes;
+  int batch, rows, row_bytes, tile_bytes, tile_rows;
+
+  int offset(int row, int byte) const { return row * tile_bytes + (tile_bytes == 128 ? byte ^ row % 8 * 16 : byte); }
 };
 
 inline void copy_tile(uint32_t to, const void* map, int column, int row, int batch, uint32_t barrier) {
   const Array array = *static_cast<const Array*>(map);
   if (to % 1024 || array.row_bytes % 16) device::complain("a tile is not aligned");
   device::current->block->bulk_copies.push_back([=] {
-    for (int i = 0; i < 64 * 128; i += 16) {
+    for (int i = 0; i < array.tile_rows * 128; i += 16) {
       const int r = i / 128, at = i % 128;
       const bool inside = row + r < array.rows && column * 2 + at < array.row_bytes && batch < array.batch;
       const int64_t from = inside ? (int64_t(batch) * array.rows + row + r) * array.row_bytes + column * 2 + at : 0;
-      device::perform({address_of(to + r * 128 + (at ^ r % 8 * 16)), array.numbers + from, inside ? 16 : 0, 16});
+      device::perform({address_of(to + array.offset(r, at)), array.numbers + from, inside ? 16 : 0, 16});
     }
-    arrive_bytes(barrier, 64 * 128);
+    arrive_bytes(barrier, array.tile_rows * 128);
   });
 }
 
@@ -123,11 +150,14 @@ inline std::map<device::Thread*, std::vector<std::function<void()>>> stores;
 
 inline void store_tile(const void* map, int column, int row, int batch, uint32_t from) {
   const Array array = *static_cast<const Array*>(map);
+  if (array.tile_bytes == 128 && from % 1024) device::complain("a tile is not aligned");
   stores[device::current].push_back([=] {
-    for (int r = 0; r < 64; ++r) {
+    for (int r = 0; r < array.tile_rows; ++r) {
       if (row + r >= array.rows) continue;
       char* const to = array.numbers + (int64_t(batch) * array.rows + row + r) * array.row_bytes + column * 2;
-      std::memcpy(to, address_of(from + r * array.tile_bytes), array.tile_bytes);
+      for (int at = 0; at < array.tile_bytes; at += 16) {
+        std::memcpy(to + at, address_of(from + array.offset(r, at)), 16);
+      }
     }
   });
 }

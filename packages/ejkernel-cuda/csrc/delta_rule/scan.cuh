@@ -1,0 +1,149 @@
+// The state of a scan in registers, how a block begins, and its roles.
+#pragma once
+
+#include "delta_rule/pairs.cuh"
+
+namespace ejkernel::delta_rule {
+
+// The state's warpgroup: what both scans do with the state, and with tokens as accumulators hold them.
+template <typename L>
+struct ScanState {
+  const Block<L>& block;
+  const DeltaCall& call;
+  const Maps& maps;
+  const int warp, lane, t, g;
+  float state[16][4];  // [values g and g + 8, keys tile * 8 + t * 2 and the next one]
+
+  __device__ __forceinline__ ScanState(const Block<L>& b, const DeltaCall& c, const Maps& m)
+      : block(b),
+        call(c),
+        maps(m),
+        warp(b.thread / 32 % 4),
+        lane(b.thread % 32),
+        t(b.thread % 4),
+        g(b.thread % 32 / 4) {}
+
+  // Calls `use` with each element of the state and with the corresponding element of [B, H, K, V].
+  template <typename T, typename Use>
+  __device__ __forceinline__ void for_each(T* states, Use use) {
+    const int64_t first = (int64_t(block.row) * call.heads + block.head) * kKeyDim + t * 2;
+    T* at = states + first * call.value_dim + block.first_value + warp * 16 + g;
+#pragma unroll
+    for (int tile = 0; tile < 16; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) use(state[tile][i], at[i % 2 * call.value_dim + i / 2 * 8]);
+      at += 8 * call.value_dim;
+      asm volatile("" : "+l"(at));  // otherwise 64 addresses are kept in registers through the loop over chunks
+    }
+  }
+
+  __device__ __forceinline__ void load_state() {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) state[i / 4][i % 4] = 0.0f;
+    if (call.initial_states != nullptr) for_each(call.initial_states, [](float& element,
+        const float& stored) { element = stored; });
+  }
+
+  __device__ __forceinline__ void store_final_state() {
+    for_each(call.final_states, [](float& element, float& stored) { stored = element; });
+  }
+
+  // Converts the state to the left operand of products over keys.
+  __device__ __forceinline__ void pack_state(uint32_t (&left)[8][4]) const {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      const int tile = i / 4 * 2 + i % 4 / 2, pair = i % 2 * 2;
+      left[i / 4][i % 4] = pack(state[tile][pair], state[tile][pair + 1]);
+    }
+  }
+
+  // Loads a warp's 16 value channels of a chunk's tokens, transposed: the left operand of products over tokens.
+  __device__ __forceinline__ void load_values(uint32_t (&values)[4][4], uint32_t tiles) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int token = i * 16 + lane / 16 * 8 + lane % 8, column = warp * 2 + lane / 8 % 2;
+      load_matrices_transposed(values[i], tiles + kValueOffset + token * 128 + ((column ^ (token & 7)) << 4));
+    }
+  }
+
+  // Stores a warp's 16 value channels of a chunk's tokens by TMA, through `warp_buffer`. `rows(i, j)` are the registers
+  // of such a left operand. The buffer's last store has to have read it.
+  template <typename Rows>
+  __device__ __forceinline__ void store_rows(const TensorMap* map, uint32_t warp_buffer, int chunk, Rows rows) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int token = i * 16 + lane / 16 * 8 + lane % 8;
+      store_matrices_transposed(warp_buffer + token * 32 + lane / 8 % 2 * 16, rows(i, 0), rows(i, 1), rows(i, 2),
+                                rows(i, 3));
+    }
+    fence_shared_stores();
+    __syncwarp();
+    if (lane == 0) {
+      const int column = block.head * call.value_dim + block.first_value + warp * 16;
+      store_tile(map, column, chunk * kChunkTokens, block.row, warp_buffer);
+    }
+  }
+
+  // Stores a warp's 16 value channels of the state by TMA.
+  __device__ __forceinline__ void store_packed_state(const uint32_t (&left)[8][4], int chunk) {
+    const uint32_t buffer = block.shared + L::kStatesOffset + warp * 2 * kStateTileBytes;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      store_matrices(buffer + i / 4 * kStateTileBytes + block_row(0, i % 4 * 2, lane), left[i][0], left[i][1],
+                     left[i][2], left[i][3]);
+    }
+    fence_shared_stores();
+    __syncwarp();
+    if (lane == 0) {
+      const int index = (block.row * call.heads + block.head) * call.chunks + chunk;
+      const int first_row = block.first_value + warp * 16;
+      store_tile(&maps.states, 0, first_row, index, buffer);
+      store_tile(&maps.states, 64, first_row, index, buffer + kStateTileBytes);
+    }
+  }
+
+  __device__ __forceinline__ void wait_for_buffers() const {
+    if (lane == 0) wait_for_store_reads();
+    __syncwarp();
+  }
+};
+
+// Runs the roles of a block; `State` has the state's.
+template <typename L, bool Reverse, typename State>
+__device__ __forceinline__ void run_block(const DeltaCall& call, const Maps& maps, char* memory) {
+  const int value_blocks = call.value_dim / kBlockValues, value_block = blockIdx.x % value_blocks, row_and_head =
+      blockIdx.x / value_blocks;
+  const Block<L> block{shared_address(memory), memory, row_and_head % call.heads, row_and_head / call.heads,
+      value_block * kBlockValues,
+                    int(threadIdx.x)};
+  // Blocks above the diagonal are zeros, and nothing writes them.
+  for (int i = threadIdx.x; i < kPairSlots * kPairSlotBytes / 16; i += kThreads) {
+    reinterpret_cast<uint4*>(memory + L::kPairSlotsOffset)[i] = {0, 0, 0, 0};
+  }
+  fence_shared_stores();
+  if (threadIdx.x == 0) {
+    prefetch_map(&maps.query), prefetch_map(&maps.key), prefetch_map(&maps.value), prefetch_map(&maps.output);
+    if constexpr (L::kStoresStates) prefetch_map(&maps.writes), prefetch_map(&maps.states);
+    for (int i = 0; i < L::kStages; ++i) start_barrier(block.stage_full_barrier(i), 2),
+        start_barrier(block.stage_free_barrier(i), 8);
+    for (int i = 0; i < kPairSlots; ++i) start_barrier(block.slot_full_barrier(i), 4),
+        start_barrier(block.slot_free_barrier(i), 4);
+    publish_barriers();
+  }
+  __syncthreads();
+  const int role = threadIdx.x / 128;
+  if (role == 0) {
+    give_registers<40>();
+    if (threadIdx.x == 0) load_tiles<Reverse>(block, call, maps);
+    if (threadIdx.x / 32 == 1) load_gates<Reverse>(block, call);
+  } else if (role == 1) {
+    take_registers<216>();
+    State state(block, call, maps);
+    state.run();
+  } else {
+    Pairs<L> pairs(block, call, role - 2);
+    pairs.run();
+  }
+}
+
+}  // namespace ejkernel::delta_rule
