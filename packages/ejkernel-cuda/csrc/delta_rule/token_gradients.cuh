@@ -223,22 +223,22 @@ struct TokenGradients {
     store_transposed(L::kDwrites, scores);
     store_transposed(L::kDwrites + kTileBytes, key_scores);
     fence_shared_stores();
+    uint32_t writes[kSteps][4];
+    load_decayed_writes(writes);
+    float dkey[16][4] = {};
     __syncthreads();
     wait_for_phase(barrier(2), 0);
+    const uint64_t states_operand = rows_operand(L::kStates);
+    fence_products();
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) multiply_rows(dkey, writes[i], states_operand + row_step(i));
+    commit_products();
     gate_partial = 0.0f;
     if (call.gates != nullptr) {
 #pragma unroll
       for (int i = 0; i < kStateLoads; ++i) gate_partial += product(states[i], state_piece(i));
       gate_partial *= exp2_fast(last_sum);
     }
-    uint32_t writes[kSteps][4];
-    load_decayed_writes(writes);
-    float dkey[16][4] = {};
-    const uint64_t states_operand = rows_operand(L::kStates);
-    fence_products();
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) multiply_rows(dkey, writes[i], states_operand + row_step(i));
-    commit_products();
     wait_for_products<0, 16>(dkey);
     float key_sums[2];
     multiply_and_sum(key_sums, dkey, L::kKey);

@@ -1,10 +1,12 @@
-"""The forward pass of the gated delta rule in CUDA C++ for Hopper: one kernel with a role for each warpgroup."""
+"""The gated delta rule in CUDA C++ for Hopper: a scan per direction, whose warpgroups have roles, and the gradients of
+tokens.
+"""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import LinearRecurrence, has_decay_per_channel, num_state_heads
-from ejkernel.ops import Implementation
+from ejkernel.ops import Implementation, Requires
 from ejkernel.ops.device import DeviceInfo, current_device
 from ejkernel.ops.params import Direction
 from ejkernel_cuda.requirements import cuda_requires
@@ -12,11 +14,16 @@ from ejkernel_cuda.requirements import cuda_requires
 HANDLED_FIELDS = frozenset({"decay", "beta", "initial_state"})
 """Optional fields that the kernel honours."""
 
+DIFFERENTIABLE_FIELDS = frozenset({"query", "key", "value", "decay", "beta", "initial_state"})
+
 KEY_DIM = 128
 """The key dimension that the kernel is compiled for."""
 
 VALUE_CHANNELS_PER_BLOCK = 64
 """Value channels of a head that a block computes."""
+
+VALUE_DIMS_WITH_GRADIENTS = (64, 128)
+"""The value dimensions that the backward kernel is compiled for."""
 
 HOPPER_MULTIPROCESSORS, MIN_BUSY_BLOCKS_PER_WAVE = 132, 48
 """Multiprocessors of a Hopper chip, each of which computes one block at a time; and how many of a wave have to be busy
@@ -51,6 +58,16 @@ def _refusal_reasons(record: LinearRecurrence) -> Iterable[str]:
         yield f"compute capability {capability}: the kernel is compiled for {HOPPER_COMPUTE_CAPABILITY} alone"
 
 
+def _gradient_refusal_reasons(record: LinearRecurrence) -> Iterable[str]:
+    """Yields the reasons why the backward kernels cannot serve a record."""
+    yield from _refusal_reasons(record)
+    if record.value.shape[3] not in VALUE_DIMS_WITH_GRADIENTS:
+        wants = " and ".join(map(str, VALUE_DIMS_WITH_GRADIENTS))
+        yield f"value: got head dimension {record.value.shape[3]}, the kernels of gradients want {wants}"
+    if record.value.shape[2] != num_state_heads(record):
+        yield f"value: got {record.value.shape[2]} heads, the kernels of gradients want {num_state_heads(record)}"
+
+
 def _priority(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> int:
     """Returns a priority between Triton's chunked kernels, 10, and decode steps, 20; below Triton's if too few blocks
     are busy with rows that are long: a block scans its row alone.
@@ -60,15 +77,21 @@ def _priority(record: LinearRecurrence, device: DeviceInfo, direction: Direction
     return 15 if has_short_rows or blocks >= MIN_BUSY_BLOCKS_PER_WAVE * cdiv(blocks, HOPPER_MULTIPROCESSORS) else 5
 
 
+def _make_requires(extra_reasons: Callable[[LinearRecurrence], Iterable[str]]) -> Requires:
+    return cuda_requires(HOPPER_COMPUTE_CAPABILITY, {"bfloat16"}, handles=HANDLED_FIELDS, extra_reasons=extra_reasons)
+
+
 IMPLEMENTATIONS = (
     Implementation(
         family="linear_recurrence",
         name="cuda_delta",
         platform="cuda",
         forward="ejkernel_cuda.delta_rule.forward:forward",
-        requires=cuda_requires(
-            HOPPER_COMPUTE_CAPABILITY, {"bfloat16"}, handles=HANDLED_FIELDS, extra_reasons=_refusal_reasons
-        ),
+        backward="ejkernel_cuda.delta_rule.backward:backward",
+        gradients=DIFFERENTIABLE_FIELDS,
+        paired=True,
+        requires=_make_requires(_refusal_reasons),
+        backward_requires=_make_requires(_gradient_refusal_reasons),
         priority=_priority,
         cases="ejkernel_cuda.delta_rule.cases:cases",
     ),

@@ -1,45 +1,85 @@
-"""The FFI call of the chunked delta rule (csrc/delta_rule/chunked.cu)."""
+"""The FFI call of the chunked delta rule's forward pass (csrc/delta_rule/chunked.cu)."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import LinearRecurrence, num_state_heads
+from ejkernel.types.pullback import is_differentiated
 from ejkernel_cuda.library import register_handler
 
+CHUNK = 64
+"""Tokens per chunk, of all kernels."""
 
-def forward(record: LinearRecurrence, config: Any) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
-    """Returns output and final states of a record with beta.
+
+class DeltaResiduals(NamedTuple):
+    """The results of the forward pass that the backward pass reads.
+
+    Attributes:
+        writes: [B, T, H, V], what the tokens write.
+        states: [B, H, chunks, V, K], the states before the chunks, transposed.
+    """
+
+    writes: jax.Array
+    states: jax.Array
+
+
+def forward(
+    record: LinearRecurrence, config: Any
+) -> tuple[tuple[jax.Array, jax.Array], tuple[()], DeltaResiduals | None]:
+    """Returns output and final states of a record with beta, and the private residuals for its gradients.
 
     Args:
         record: The canonical arguments.
         config: Unused: the kernel has no options.
 
     Returns:
-        Output [B, T, H, V] in the query's dtype and final states [B, H, K, V] in float32; no residuals.
+        Output [B, T, H, V] in the query's dtype and final states [B, H, K, V] in float32; no public residuals; the
+        private ones, or None where no backward pass follows.
     """
-    assert record.beta is not None  # `Requires` ensures it
-    (rows, tokens, _, keys), heads, float32 = record.query.shape, num_state_heads(record), jnp.float32
+    stores = is_differentiated()
+    output, states, residuals = run_forward(record, stores=stores)
+    return (output, states), (), residuals if stores else None
+
+
+def run_forward(record: LinearRecurrence, *, stores: bool) -> tuple[jax.Array, jax.Array, DeltaResiduals]:
+    """Returns output, final states and residuals, which are empty arrays unless the kernel stores them.
+
+    Args:
+        record: The canonical arguments.
+        stores: Whether the kernel stores the residuals.
+    """
+    (rows, tokens, _, keys), heads, dtype = record.query.shape, num_state_heads(record), record.query.dtype
     columns = record.value.shape[3]
+    token_shape, states_shape = (rows, tokens, heads, columns), (rows, heads, cdiv(tokens, CHUNK), columns, keys)
     call = jax.ffi.ffi_call(
         register_handler("ejkernel_delta_rule"),
         (
-            jax.ShapeDtypeStruct((rows, tokens, heads, columns), record.query.dtype),
-            jax.ShapeDtypeStruct((rows, heads, keys, columns), float32),
+            jax.ShapeDtypeStruct(token_shape, dtype),
+            jax.ShapeDtypeStruct((rows, heads, keys, columns), jnp.float32),
+            jax.ShapeDtypeStruct(token_shape if stores else (0,), dtype),
+            jax.ShapeDtypeStruct(states_shape if stores else (0,), dtype),
         ),
         # The leading axes of gates may have size 1, so arrays do not batch alike.
         vmap_method="sequential",
     )
-    decay, initial, absent = record.decay, record.initial_state, jnp.zeros(0, float32)
-    if decay is not None:
-        decay = jnp.broadcast_to(decay[..., 0].astype(float32), (rows, tokens, heads))
-    output, states = call(
+    initial = jnp.zeros(0, jnp.float32) if record.initial_state is None else record.initial_state.astype(jnp.float32)
+    output, final_states, writes, states = call(
         *(record.query, record.key, record.value),
-        absent if decay is None else decay,
-        record.beta.astype(float32),
-        absent if initial is None else initial.astype(float32),
+        *gates_and_beta(record),
+        initial,
         scale=np.float32(record.softmax_scale),
     )
-    return (output, states), ()
+    return output, final_states, DeltaResiduals(writes, states)
+
+
+def gates_and_beta(record: LinearRecurrence) -> tuple[jax.Array, jax.Array]:
+    """Returns log gates, which are an empty array without gates, and beta, [B, T, H] in float32."""
+    assert record.beta is not None  # `Requires` ensures it
+    beta = record.beta.astype(jnp.float32)
+    if record.decay is None:
+        return jnp.zeros(0, jnp.float32), beta
+    return jnp.broadcast_to(record.decay[..., 0].astype(jnp.float32), beta.shape), beta

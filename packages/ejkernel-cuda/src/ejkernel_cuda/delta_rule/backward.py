@@ -1,0 +1,103 @@
+"""The FFI calls of the chunked delta rule's backward pass (csrc/delta_rule/reverse.cuh and token_gradients.cuh)."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.arithmetic import cdiv
+from ejkernel.families.linear_recurrence import LinearRecurrence
+from ejkernel.types.pullback import Pullback
+from ejkernel_cuda.delta_rule.forward import CHUNK, DeltaResiduals, gates_and_beta, run_forward
+from ejkernel_cuda.library import register_handler
+
+
+def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
+    """Returns the gradients of the requested fields of a record with beta.
+
+    Args:
+        pullback: Record, cotangents of output and final states, the requested names, and the forward pass's private
+            residuals; without these, the forward pass runs again.
+        config: Unused: the kernels have no options.
+
+    Returns:
+        The gradient of each requested field, in its shape and dtype.
+    """
+    record: LinearRecurrence = pullback.record
+    residuals: DeltaResiduals | None = pullback.private_residuals
+    if residuals is None:
+        residuals = run_forward(record, stores=True)[2]
+    cotangent = pullback.cotangent[0].astype(record.query.dtype)
+    dwrites, dstates, dinitial = _state_gradients(record, cotangent, pullback.cotangent[1])
+    gradients = _token_gradients(record, residuals, cotangent, dwrites, dstates)
+    gradients["initial_state"] = dinitial
+    return {name: _sum_to_field(gradients[name], getattr(record, name)) for name in sorted(pullback.grad_fields)}
+
+
+def _state_gradients(
+    record: LinearRecurrence, cotangent: jax.Array, final_cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the gradients of the tokens' writes through the inverse [B, T, H, V], of the states after the chunks
+    [B, H, chunks, V, K], and of the initial states [B, H, K, V].
+    """
+    (rows, tokens, heads, columns), keys, dtype = cotangent.shape, record.query.shape[3], cotangent.dtype
+    chunks = cdiv(tokens, CHUNK)
+    call = jax.ffi.ffi_call(
+        register_handler("ejkernel_delta_rule_reverse"),
+        (
+            jax.ShapeDtypeStruct(cotangent.shape, dtype),
+            jax.ShapeDtypeStruct((rows, heads, chunks, columns, keys), dtype),
+            jax.ShapeDtypeStruct((rows, heads, keys, columns), jnp.float32),
+        ),
+        vmap_method="sequential",
+    )
+    dwrites, dstates, dinitial = call(
+        *(record.query, record.key, cotangent),
+        *gates_and_beta(record),
+        final_cotangent.astype(jnp.float32),
+        scale=np.float32(record.softmax_scale),
+    )
+    return dwrites, dstates, dinitial
+
+
+def _token_gradients(
+    record: LinearRecurrence,
+    residuals: DeltaResiduals,
+    cotangent: jax.Array,
+    dwrites: jax.Array,
+    dstates: jax.Array,
+) -> dict[str, jax.Array]:
+    """Returns the gradients of queries, keys, values, gates and beta; those of queries and keys per head of the call,
+    in float32 where heads share them.
+    """
+    gates, beta = gates_and_beta(record)
+    (rows, tokens, heads), keys = beta.shape, record.query.shape[3]
+
+    def per_head(field: jax.Array) -> jax.ShapeDtypeStruct:
+        dtype = field.dtype if field.shape[2] == heads else jnp.float32
+        return jax.ShapeDtypeStruct((rows, tokens, heads, keys), dtype)
+
+    call = jax.ffi.ffi_call(
+        register_handler("ejkernel_delta_rule_token_gradients"),
+        (
+            per_head(record.query),
+            per_head(record.key),
+            jax.ShapeDtypeStruct(record.value.shape, record.value.dtype),
+            jax.ShapeDtypeStruct(gates.shape, jnp.float32),
+            jax.ShapeDtypeStruct(beta.shape, jnp.float32),
+        ),
+        vmap_method="sequential",
+    )
+    inputs = (record.query, record.key, record.value, residuals.writes, cotangent, dwrites, residuals.states, dstates)
+    dquery, dkey, dvalue, dgates, dbeta = call(*inputs, gates, beta, scale=np.float32(record.softmax_scale))
+    gradients = {"query": dquery, "key": dkey, "value": dvalue, "beta": dbeta}
+    return gradients if record.decay is None else gradients | {"decay": dgates[..., None]}
+
+
+def _sum_to_field(gradient: jax.Array, field: jax.Array) -> jax.Array:
+    """Returns a gradient in a field's shape and dtype: sums over heads that share it, and over axes of size 1."""
+    if gradient.ndim == 4 and field.shape[2] not in (1, gradient.shape[2]):
+        gradient = gradient.reshape(*gradient.shape[:2], field.shape[2], -1, gradient.shape[3]).sum(3)
+    axes = tuple(n for n, (got, had) in enumerate(zip(gradient.shape, field.shape, strict=True)) if got != had)
+    return (gradient.sum(axes, keepdims=True) if axes else gradient).astype(field.dtype)
