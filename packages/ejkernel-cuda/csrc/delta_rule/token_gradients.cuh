@@ -94,6 +94,7 @@ struct TokenGradients {
       load_tiles();
     }
     if (warp == 1) sum_gates();
+    if (warp >= 2) prefetch_values();
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -132,6 +133,15 @@ struct TokenGradients {
     load_rows(&maps.query, L::kQuery, head / (call.heads / call.query_heads) * kKeyDim, kKeyDim, 0);
     arrive_and_expect(barrier(1), V / 64 * kTileBytes);
     load_rows(&maps.dwrites, L::kDwrites, head * V, V, 1);
+    const int index = (row * call.heads + head) * call.chunks + chunk;
+    for (int i = 0; i < V / 64 * 2; ++i) prefetch_tile(&maps.dstates, i % 2 * 64, i / 2 * 64, index);
+  }
+
+  // Two warps; a thread has one token.
+  __device__ __forceinline__ void prefetch_values() const {
+    const int at = thread - 64;
+    if (!is_token(at)) return;
+    for (int i = 0; i < V; i += 64) prefetch_line(call.value + token_index(at) * V + i);
   }
 
   // The log2 gate of a token, 0 for none.
