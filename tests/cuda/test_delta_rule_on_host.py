@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.families.linear_recurrence import LinearRecurrence, reference
+from ejkernel.families.linear_recurrence import LinearRecurrence, num_state_heads, reference
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel_cuda import delta_rule
 from ejkernel_cuda.delta_rule.forward import forward
@@ -36,7 +36,7 @@ def host(compile_on_host):
     return library
 
 
-def make(gates, tokens, *, batch=1, heads=1, query_heads=None, key_heads=None, values=64, state=False):
+def make(gates, tokens, *, batch=1, heads=1, query_heads=None, key_heads=None, values=64, state=False, delta=True):
     """A record in bfloat16, and float32 gates that are none, mild, strong, or -inf for some tokens."""
     keys = iter(jax.random.split(jax.random.key(tokens), 8))
 
@@ -53,6 +53,7 @@ def make(gates, tokens, *, batch=1, heads=1, query_heads=None, key_heads=None, v
         decay = jnp.where(normal(*decay.shape) > 1.5, -jnp.inf, decay)
     query, key, value = (x.astype(jnp.bfloat16) for x in (query, key, value))
     initial = normal(batch, heads, 128, values) if state else None
+    beta = beta if delta else None
     return LinearRecurrence(
         query=query, key=key, value=value, softmax_scale=0.1, decay=decay, beta=beta, initial_state=initial
     )
@@ -62,7 +63,8 @@ def call(function, record, *arrays):
     """Calls a kernel with arrays, or None for those that are absent, and the sizes of a record."""
     arrays = [None if x is None else np.array(x) if isinstance(x, jax.Array) else x for x in arrays]
     pointers = (ctypes.c_void_p * len(arrays))(*(None if x is None else x.ctypes.data for x in arrays))
-    sizes = (*record.beta.shape, *(x.shape[2] for x in (record.query, record.key, record.value)), record.value.shape[3])
+    fields = (record.query, record.key, record.value)
+    sizes = (*record.query.shape[:2], num_state_heads(record), *(x.shape[2] for x in fields), record.value.shape[3])
     assert function(pointers, (ctypes.c_int * len(sizes))(*sizes), record.softmax_scale) is None
 
 
@@ -80,7 +82,7 @@ def as_float64(x):
 
 def run(host, record, stored=(None, None)):
     """Output and final states of a record; writes and states go to `stored`."""
-    (batch, tokens, heads), values = record.beta.shape, record.value.shape[3]
+    (batch, tokens), heads, values = record.query.shape[:2], num_state_heads(record), record.value.shape[3]
     output, final = bfloat16(batch, tokens, heads, values), float32(batch, heads, 128, values)
     operands = (record.query, record.key, record.value, record.decay, record.beta, record.initial_state)
     call(host.delta_rule, record, *operands, output, final, *stored)
@@ -89,11 +91,11 @@ def run(host, record, stored=(None, None)):
 
 def run_gradients(host, record, cotangent, final_cotangent):
     """The gradients of a record's fields."""
-    (batch, tokens, heads), values = record.beta.shape, record.value.shape[3]
-    states_shape = (batch, heads, -(-tokens // 64), values, 128)
-    stored = bfloat16(batch, tokens, heads, values), bfloat16(*states_shape)
-    run(host, record, stored)
-    dwrites, dstates, dinitial = bfloat16(*stored[0].shape), bfloat16(*states_shape), float32(batch, heads, 128, values)
+    (batch, tokens), heads, values = record.query.shape[:2], num_state_heads(record), record.value.shape[3]
+    states_shape, has_delta = (batch, heads, -(-tokens // 64), values, 128), record.beta is not None
+    writes, states = bfloat16(batch, tokens, heads, values) if has_delta else None, bfloat16(*states_shape)
+    run(host, record, (writes, states))
+    dwrites, dstates, dinitial = bfloat16(*cotangent.shape), bfloat16(*states_shape), float32(batch, heads, 128, values)
     operands = (record.query, record.key, cotangent, record.decay, record.beta, final_cotangent)
     # The gradient of the output, which is in the place of the values, has as many heads as the call.
     reverse_record = dataclasses.replace(record, value=cotangent)
@@ -102,10 +104,12 @@ def run_gradients(host, record, cotangent, final_cotangent):
         name: bfloat16(*x.shape) if x.shape[2] == heads else float32(batch, tokens, heads, 128)
         for name, x in (("query", record.query), ("key", record.key))
     }
-    fields |= {"value": bfloat16(*record.value.shape), "decay": float32(*record.beta.shape, 1)}
-    fields |= {"beta": float32(*record.beta.shape)}
-    operands = (record.query, record.key, record.value, stored[0], cotangent, dwrites, stored[1], dstates)
+    fields |= {"value": bfloat16(*record.value.shape), "decay": float32(batch, tokens, heads, 1)}
+    fields |= {"beta": float32(batch, tokens, heads)}
+    writes = record.value if writes is None else writes
+    operands = (record.query, record.key, record.value, writes, cotangent, dwrites, states, dstates)
     call(host.delta_rule_token_gradients, record, *operands, record.decay, record.beta, *fields.values())
+    fields["value"] = fields["value"] if has_delta else dwrites
     gradients = {name: as_float64(x) for name, x in fields.items()}
     for name in ("query", "key"):
         shape = getattr(record, name).shape
@@ -126,6 +130,7 @@ def error(got, want):
         ("mild", 300, {"state": True}),
         ("strong", 130, {"batch": 2, "heads": 2, "query_heads": 1, "key_heads": 1, "values": 128}),
         ("-inf", 65, {"heads": 2, "key_heads": 1, "state": True}),
+        ("strong", 130, {"values": 128, "state": True, "delta": False}),
     ],
 )
 def test_outputs_and_states_match_the_reference(host, gates, tokens, options):
@@ -143,6 +148,8 @@ def test_outputs_and_states_match_the_reference(host, gates, tokens, options):
         ("mild", 130, {"state": True, "values": 128}),
         ("-inf", 65, {"heads": 2, "query_heads": 1, "key_heads": 1, "state": True}),
         ("none", 128, {}),
+        ("mild", 130, {"values": 128, "state": True, "delta": False}),
+        ("-inf", 65, {"heads": 2, "query_heads": 1, "delta": False}),
     ],
 )
 def test_gradients_match_the_reference(host, gates, tokens, options):

@@ -40,6 +40,12 @@ void describe_stored(Maps* maps, const Sizes& n, void* writes, void* states) {
   describe(&maps->states, states, n.batch * n.heads * n.chunks(), n.values, kKeyDim, 128, 16);
 }
 
+// Calls `use` with a constant, true or false.
+template <typename Condition, typename Use>
+auto with_constant(Condition condition, Use use) {
+  return condition ? use(std::true_type()) : use(std::false_type());
+}
+
 template <typename L, typename Kernel>
 const char* run(const Sizes& n, Kernel kernel) {
   for (int block = 0; block < n.batch * n.heads * (n.values / kBlockValues); ++block) {
@@ -60,9 +66,12 @@ extern "C" const char* delta_rule(void** a, const int* sizes, float scale) {
   Maps maps;
   describe_inputs(&maps, n, a);
   describe(&maps.output, a[6], n.batch, n.tokens, n.heads * n.values, 32);
-  if (!a[8]) return run<ForwardLayout<false>>(n, [&] { delta_kernel<false>(call, maps); });
-  describe_stored(&maps, n, a[8], a[9]);
-  return run<ForwardLayout<true>>(n, [&] { delta_kernel<true>(call, maps); });
+  if (a[9]) describe_stored(&maps, n, a[8] ? a[8] : a[6], a[9]);
+  return with_constant(a[9], [&](auto stores) {
+    return with_constant(call.beta, [&](auto delta) {
+      return run<ForwardLayout<stores, delta>>(n, [&] { delta_kernel<stores, delta>(call, maps); });
+    });
+  });
 }
 
 extern "C" const char* delta_rule_reverse(void** a, const int* sizes, float scale) {
@@ -73,7 +82,9 @@ extern "C" const char* delta_rule_reverse(void** a, const int* sizes, float scal
   Maps maps;
   describe_inputs(&maps, n, a);
   describe_stored(&maps, n, a[6], a[7]);
-  return run<ReverseLayout>(n, [&] { delta_reverse_kernel(call, maps); });
+  return with_constant(call.beta, [&](auto delta) {
+    return run<ReverseLayout<delta>>(n, [&] { delta_reverse_kernel<delta>(call, maps); });
+  });
 }
 
 extern "C" const char* delta_rule_token_gradients(void** a, const int* sizes, float scale) {
@@ -102,12 +113,13 @@ extern "C" const char* delta_rule_token_gradients(void** a, const int* sizes, fl
   describe(&maps.dquery, a[10], n.batch, n.tokens, keys, 128, 16);
   describe(&maps.dkey, a[11], n.batch, n.tokens, keys, 128, 16);
   for (int block = 0; block < states; ++block) {
-    const auto start = [&](auto values) {
-      constexpr int V = decltype(values)::value;
-      device::run_cluster(block, 1, GradientLayout<V>::kBytes,
-                          [&] { delta_token_gradients_kernel<V>(call, maps); }, kGradientThreads);
-    };
-    n.values == 64 ? start(std::integral_constant<int, 64>()) : start(std::integral_constant<int, 128>());
+    with_constant(n.values == 128, [&](auto wide) {
+      with_constant(call.beta, [&](auto delta) {
+        constexpr int V = wide ? 128 : 64;
+        device::run_cluster(block, 1, GradientLayout<V>::kBytes,
+                            [&] { delta_token_gradients_kernel<V, delta>(call, maps); }, kGradientThreads);
+      });
+    });
   }
   return device::complaint;
 }

@@ -1,4 +1,4 @@
-// The XLA FFI handlers of the chunked delta rule's scans.
+// The XLA FFI handlers of the scans, with the delta rule and without: then beta is an empty array.
 #include "delta_rule/chunked.cuh"
 #include "delta_rule/handler.cuh"
 #include "delta_rule/reverse.cuh"
@@ -24,14 +24,15 @@ struct Inputs {
 
 // Describes a scan. Returns false if the shapes do not belong together.
 bool describe_call(DeltaCall* call, const Inputs& in, F32& final, float scale) {
-  const auto q = in.query.dimensions(), k = in.key.dimensions(), v = in.value.dimensions(), b = in.beta.dimensions();
-  if (q.size() != 4 || k.size() != 4 || v.size() != 4 || b.size() != 3) return false;
-  const int64_t batch = q[0], tokens = q[1], heads = b[2], values = v[3];
+  const auto q = in.query.dimensions(), k = in.key.dimensions(), v = in.value.dimensions(), f = final.dimensions();
+  if (q.size() != 4 || k.size() != 4 || v.size() != 4 || f.size() != 4) return false;
+  const int64_t batch = q[0], tokens = q[1], heads = f[1], values = v[3], head_tokens = batch * tokens * heads;
   const auto divides = [heads](int64_t field_heads) { return field_heads > 0 && heads % field_heads == 0; };
   const auto has_call_shape = [=](const auto& x) { return x[0] == batch && x[1] == tokens && divides(x[2]); };
-  if (!has_call_shape(q) || !has_call_shape(k) || !has_call_shape(v) || !has_call_shape(b) || q[3] != kKeyDim ||
+  if (!has_call_shape(q) || !has_call_shape(k) || !has_call_shape(v) || q[3] != kKeyDim ||
       k[3] != kKeyDim || values % kBlockValues ||
-      (in.gates.element_count() != 0 && count(in.gates) != count(in.beta)) ||
+      (in.gates.element_count() != 0 && count(in.gates) != head_tokens) ||
+      (in.beta.element_count() != 0 && count(in.beta) != head_tokens) ||
       (in.initial.element_count() != 0 && count(in.initial) != count(final)) ||
       count(final) != batch * heads * kKeyDim * values) {
     return false;
@@ -39,7 +40,7 @@ bool describe_call(DeltaCall* call, const Inputs& in, F32& final, float scale) {
   call->tokens = int(tokens), call->heads = int(heads), call->value_dim = int(values);
   call->query_heads = int(q[2]), call->key_heads = int(k[2]), call->value_heads = int(v[2]);
   call->chunks = (call->tokens + kChunkTokens - 1) / kChunkTokens;
-  call->gates = data_or_null(in.gates), call->beta = in.beta.typed_data();
+  call->gates = data_or_null(in.gates), call->beta = data_or_null(in.beta);
   call->initial_states = data_or_null(in.initial);
   call->final_states = final.typed_data(), call->scale = scale;
   return true;
@@ -69,7 +70,16 @@ const char* encode_maps(Maps* maps, const DeltaCall& call, const Inputs& in, Bf1
   return message;
 }
 
-int64_t tokens_times_values(const DeltaCall& call, const Inputs& in) { return count(in.beta) * call.value_dim; }
+int64_t output_size(const DeltaCall& call, const Inputs& in) {
+  return in.query.dimensions()[0] * call.tokens * call.heads * call.value_dim;
+}
+
+template <bool StoresStates>
+ffi::Error launch_forward(cudaStream_t stream, const DeltaCall& call, const Maps& maps, int64_t batch) {
+  return call.beta ? launch<ForwardLayout<StoresStates, true>>(stream, delta_kernel<StoresStates, true>, call, maps, batch)
+                   : launch<ForwardLayout<StoresStates, false>>(stream, delta_kernel<StoresStates, false>, call, maps,
+                                                                batch);
+}
 
 ffi::Error delta_rule(cudaStream_t stream, Bf16 query, Bf16 key, Bf16 value, F32 gates, F32 beta, F32 initial,
                       ffi::Result<Bf16> output, ffi::Result<F32> final, ffi::Result<Bf16> writes,
@@ -79,17 +89,16 @@ ffi::Error delta_rule(cudaStream_t stream, Bf16 query, Bf16 key, Bf16 value, F32
   DeltaCall call{};
   if (!describe_call(&call, in, *final, scale)) return kErrors.invalid_shapes();
   const int64_t batch = query.dimensions()[0];
-  const bool stores = writes->element_count() != 0;
-  if (count(*output) != tokens_times_values(call, in) ||
-      (stores && (count(*writes) != count(*output) || count(*states) != count(*final) * call.chunks))) {
+  const bool stores = states->element_count() != 0;
+  if (count(*output) != output_size(call, in) ||
+      (stores && (count(*writes) != (call.beta ? count(*output) : 0) || count(*states) != count(*final) * call.chunks))) {
     return kErrors.invalid_shapes();
   }
   Maps maps;
-  const char* message = encode_maps(&maps, call, in, &*output, stores ? &*writes : nullptr,
+  const char* message = encode_maps(&maps, call, in, &*output, stores && call.beta ? &*writes : nullptr,
                                     stores ? &*states : nullptr);
   if (message) return kErrors.internal("tensor map", message);
-  if (stores) return launch<ForwardLayout<true>>(stream, delta_kernel<true>, call, maps, batch);
-  return launch<ForwardLayout<false>>(stream, delta_kernel<false>, call, maps, batch);
+  return stores ? launch_forward<true>(stream, call, maps, batch) : launch_forward<false>(stream, call, maps, batch);
 }
 
 // The reverse scan: the output's gradient has the place of the values, and the final states' that of the first ones.
@@ -99,14 +108,16 @@ ffi::Error delta_rule_reverse(cudaStream_t stream, Bf16 query, Bf16 key, Bf16 co
   if (dwrites->element_count() == 0) return ffi::Error::Success();
   const Inputs in{query, key, cotangent, gates, beta, final_cotangent};
   DeltaCall call{};
-  if (!describe_call(&call, in, *dinitial, scale) || count(*dwrites) != tokens_times_values(call, in) ||
+  if (!describe_call(&call, in, *dinitial, scale) || count(*dwrites) != output_size(call, in) ||
       count(*dstates) != count(*dinitial) * call.chunks) {
     return kErrors.invalid_shapes();
   }
   Maps maps;
   const char* message = encode_maps(&maps, call, in, nullptr, &*dwrites, &*dstates);
   if (message) return kErrors.internal("tensor map", message);
-  return launch<ReverseLayout>(stream, delta_reverse_kernel, call, maps, query.dimensions()[0]);
+  const int64_t batch = query.dimensions()[0];
+  return call.beta ? launch<ReverseLayout<true>>(stream, delta_reverse_kernel<true>, call, maps, batch)
+                   : launch<ReverseLayout<false>>(stream, delta_reverse_kernel<false>, call, maps, batch);
 }
 
 }  // namespace

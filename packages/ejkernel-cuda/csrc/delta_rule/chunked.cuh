@@ -1,6 +1,6 @@
-// The forward pass of the gated delta rule, in one kernel:
+// The forward pass of recurrences with a gate per head, in one kernel:
 //   X^T = beta (V^T - E S^T K^T) T^T,   O^T = E S^T Q^T + X^T A^T,   S^T = E_last S^T + (F X^T) K
-// with E = exp2(G), F = exp2(G_last - G). The registers of an accumulator are the left operand of the next product, so
+// with E = exp2(G), F = exp2(G_last - G); without the delta rule X = V. The registers of an accumulator are the left operand of the next product, so
 // nothing of this chain passes through shared memory. For the backward pass the kernel stores S before each chunk, and X.
 #pragma once
 
@@ -8,8 +8,8 @@
 
 namespace ejkernel::delta_rule {
 
-template <bool StoresStates>
-using ForwardLayout = Layout<StoresStates ? 3 : 4, StoresStates>;
+template <bool StoresStates, bool Delta>
+using ForwardLayout = Layout<StoresStates ? 3 : 4, StoresStates, Delta>;
 
 template <typename L>
 struct State : ScanState<L> {
@@ -27,11 +27,17 @@ struct State : ScanState<L> {
     Ring<kPairSlots> slot;
     for (int chunk = 0; chunk < call.chunks; ++chunk) {
       wait_for_phase(block.stage_full_barrier(stage.index), stage.phase);
-      step(chunk, stage.index, slot);
+      if constexpr (L::kDelta) {
+        step(chunk, stage.index, slot);
+      } else {
+        step_without_delta(chunk, stage.index, slot);
+      }
       stage.next(), slot.next();
     }
-    this->wait_for_buffers();
-    store_output(call.chunks - 1);
+    if constexpr (L::kDelta) {
+      this->wait_for_buffers();
+      store_output(call.chunks - 1);
+    }
     if (lane == 0) wait_for_stores();
     this->store_final_state();
   }
@@ -122,6 +128,50 @@ struct State : ScanState<L> {
     if (lane == 0) arrive(block.stage_free_barrier(stage)), arrive(block.slot_free_barrier(slot.index));
   }
 
+  __device__ __forceinline__ void step_without_delta(int chunk, int stage, const Ring<kPairSlots>& slot) {
+    const uint32_t tiles = block.stage(stage);
+    const uint64_t q = swizzled_operand(tiles);
+    const float* const gates = block.gates(stage) + t * 2;
+    uint32_t left[8][4];
+    this->pack_state(left);
+    fence_products();
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      WarpgroupProduct<8>::multiply(output, left[i], q + (i / 4 * (kTileBytes / 16) + i % 4 * 2), i);
+    }
+    commit_products();
+    this->wait_for_buffers();
+    if constexpr (L::kStoresStates) this->store_packed_state(left, chunk);
+    const float chunk_decay = block.gates(stage)[5 * 64];
+#pragma unroll
+    for (int i = 0; i < 64; ++i) state[i / 4][i % 4] *= chunk_decay;
+    uint32_t values[4][4], decayed[4][4];
+    this->load_values(values, tiles);
+    this->multiply_values(decayed, values, gates + 256, 1.0f);
+    wait_for_phase(block.slot_full_barrier(slot.index), slot.phase);
+    const uint64_t scores = swizzled_operand(block.slot(slot.index) + kTileBytes);
+    const uint64_t columns = swizzled_operand(tiles + kKeyOffset, kTileBytes);
+    wait_for_products<0>(output);
+#pragma unroll
+    for (int tile = 0; tile < 8; ++tile) {
+      const float2 decay = *reinterpret_cast<const float2*>(gates + 128 + tile * 8);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) output[tile][i] *= i % 2 ? decay.y : decay.x;
+    }
+    fence_products();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) WarpgroupProduct<8>::multiply(output, values[i], scores + i * 2, 1);
+    commit_products();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) multiply_rows(state, decayed[i], columns + i * (16 * 128 / 16));
+    commit_products();
+    wait_for_products<1>(output);
+    store_output(chunk);
+    wait_for_state<0>(state);
+    __syncwarp();
+    if (lane == 0) arrive(block.stage_free_barrier(stage)), arrive(block.slot_free_barrier(slot.index));
+  }
+
   __device__ __forceinline__ void store_output(int chunk) {
     this->store_rows(&maps.output, block.shared + L::kOutputOffset + warp * kOutputBytes, chunk, [&](int i, int j) {
       const int tile = 2 * i + j / 2, pair = j % 2 * 2;
@@ -130,12 +180,12 @@ struct State : ScanState<L> {
   }
 };
 
-template <bool StoresStates>
+template <bool StoresStates, bool Delta>
 __global__ void __launch_bounds__(kThreads, 1)
     delta_kernel(const DeltaCall call, const __grid_constant__ Maps maps) {
 #if __CUDA_ARCH__ == 900
   extern __shared__ __align__(1024) char memory[];
-  using L = ForwardLayout<StoresStates>;
+  using L = ForwardLayout<StoresStates, Delta>;
   run_block<L, false, State<L>>(call, maps, memory);
 #endif
 }

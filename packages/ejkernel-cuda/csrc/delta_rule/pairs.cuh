@@ -20,7 +20,7 @@ constexpr float kMinLog2Gate = -150.0f;  // powers of two, in which exp2 is 0
 
 struct DeltaCall {
   const float* gates;    // [B, T, H], log gates; null without gates
-  const float* beta;     // [B, T, H]
+  const float* beta;     // [B, T, H]; null without the delta rule
   const float* initial_states;  // [B, H, K, V]; null for zeros. Of the reverse scan, gradients of the final states
   float* final_states;          // [B, H, K, V]
   int tokens, chunks, heads, query_heads, key_heads, value_heads, value_dim;
@@ -45,10 +45,12 @@ constexpr int kOutputBytes = kChunkTokens * 32, kStateTileBytes = 16 * 128;  // 
 constexpr int kGateBytes = 5 * 256 + 16;
 constexpr int kScratchRowBytes = 80, kScratchBytes = 16 * kScratchRowBytes;
 
-// Shared memory, in bytes, of a scan that keeps `Stages` chunks, and stores the states before its chunks or not.
-template <int Stages, bool StoresStates>
+// A scan that keeps `Stages` chunks, and stores the states before its chunks or not; and its shared memory, in bytes.
+// Without the delta rule a token writes its value, and beta is not read.
+template <int Stages, bool StoresStates, bool Delta>
 struct Layout {
   static constexpr int kStages = Stages;
+  static constexpr bool kDelta = Delta;
   static constexpr bool kStoresStates = StoresStates;
   static constexpr int kPairSlotsOffset = kStages * kStageBytes;
   static constexpr int kStatesOffset = kPairSlotsOffset + kPairSlots * kPairSlotBytes;
@@ -163,7 +165,7 @@ __device__ __forceinline__ void load_gates(const Block<L>& block, const DeltaCal
       const bool valid = token < call.tokens;
       const int64_t at = base + int64_t(token) * call.heads;
       gate[i] = valid && call.gates != nullptr ? __ldg(call.gates + at) : 0.0f;
-      beta[i] = valid ? __ldg(call.beta + at) : 0.0f;
+      beta[i] = L::kDelta && valid ? __ldg(call.beta + at) : 0.0f;
     }
   };
   fetch(0);
@@ -244,8 +246,10 @@ struct Pairs {
     wait_for_phase(block.stage_full_barrier(stage.index), stage.phase);
     float diagonal[2][4];
     compute_scores_and_system(stage.index, diagonal, step, slot);
-    invert_diagonal(diagonal);
-    invert_rest(inverses, step);
+    if constexpr (L::kDelta) {
+      invert_diagonal(diagonal);
+      invert_rest(inverses, step);
+    }
     fence_shared_stores();
     __syncwarp();
     if (lane == 0) arrive(block.slot_full_barrier(slot.index));
@@ -257,10 +261,12 @@ struct Pairs {
     float keys[8][4], queries[8][4];
     const uint64_t q = swizzled_operand(block.stage(stage)), k = swizzled_operand(block.stage(stage) + kKeyOffset);
     fence_products();
+    if constexpr (L::kDelta) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int at = i / 4 * (kTileBytes / 16) + i % 4 * 2;
-      multiply_shared(keys, k + at, k + at, i);
+      for (int i = 0; i < 8; ++i) {
+        const int at = i / 4 * (kTileBytes / 16) + i % 4 * 2;
+        multiply_shared(keys, k + at, k + at, i);
+      }
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -272,7 +278,7 @@ struct Pairs {
     float sums[2], betas[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) sums[i] = gates[warp * 16 + g + i * 8], betas[i] = gates[64 + warp * 16 + g + i * 8];
-    wait_for_products<0>(keys);
+    if constexpr (L::kDelta) wait_for_products<0>(keys);
     wait_for_products<0>(queries);
     uint32_t scores[8][2];
 #pragma unroll
@@ -285,14 +291,16 @@ struct Pairs {
         const int row = warp * 16 + g + i / 2 * 8, column = tile * 8 + t * 2 + i % 2;
         const float decay = exp2_fast(sums[i / 2] - (i % 2 ? column_sums.y : column_sums.x));
         queries[tile][i] = column <= row ? queries[tile][i] * decay : 0.0f;
-        const float pair = column < row ? keys[tile][i] * decay * betas[i / 2] : 0.0f;
-        keys[tile][i] = pair;
-        if (tile / 2 == warp) diagonal[tile % 2][i] = pair;
+        if constexpr (L::kDelta) {
+          const float pair = column < row ? keys[tile][i] * decay * betas[i / 2] : 0.0f;
+          keys[tile][i] = pair;
+          if (tile / 2 == warp) diagonal[tile % 2][i] = pair;
+        }
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         scores[tile][i] = pack(queries[tile][2 * i], queries[tile][2 * i + 1]);
-        strictly_lower[tile][i] = pack(keys[tile][2 * i], keys[tile][2 * i + 1]);
+        if constexpr (L::kDelta) strictly_lower[tile][i] = pack(keys[tile][2 * i], keys[tile][2 * i + 1]);
       }
     }
     __syncwarp();

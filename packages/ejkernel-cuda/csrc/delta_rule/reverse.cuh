@@ -1,14 +1,15 @@
-// The scan of the gated delta rule's backward pass, from the last chunk to the first, in one kernel. Where the forward
-// pass writes X = T beta (V - E K S), with dS the gradient of the state after the chunk and dO the output's:
+// The scan of the backward pass, from the last chunk to the first, in one kernel. Where the forward pass writes X = T beta (V - E K S), with dS the gradient of the state after the chunk and dO the output's:
 //   dX^T = F dS^T K^T + scale dO^T A,   dY^T = dX^T T,   dS^T = E_last dS^T + scale (E dO^T) Q - (beta E dY^T) K
 // The kernel stores dY, the gradient of V without beta, and dS of each chunk. In it dO has the place of the values.
+// Without the delta rule dX is the gradient of V, which the kernel stores, and dY is 0.
 #pragma once
 
 #include "delta_rule/scan.cuh"
 
 namespace ejkernel::delta_rule {
 
-using ReverseLayout = Layout<3, true>;
+template <bool Delta>
+using ReverseLayout = Layout<3, true, Delta>;
 
 template <typename L>
 struct ReverseState : ScanState<L> {
@@ -59,16 +60,7 @@ struct ReverseState : ScanState<L> {
 #pragma unroll
     for (int i = 0; i < 64; ++i) state[i / 4][i % 4] *= chunk_decay;
     uint32_t decayed[4][4], rows[4][4];
-#pragma unroll
-    for (int tile = 0; tile < 8; ++tile) {
-      const float2 decay = *reinterpret_cast<const float2*>(gates + 128 + tile * 8);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const uint32_t pair = cotangents[tile / 2][tile % 2 * 2 + i];
-        const float low = __uint_as_float(pair << 16), high = __uint_as_float(pair & 0xFFFF0000u);
-        decayed[tile / 2][tile % 2 * 2 + i] = pack(low * (decay.x * call.scale), high * (decay.y * call.scale));
-      }
-    }
+    this->multiply_values(decayed, cotangents, gates + 128, call.scale);
     wait_for_products<0>(state_products);
     wait_for_products<0>(pair_products);
 #pragma unroll
@@ -82,12 +74,25 @@ struct ReverseState : ScanState<L> {
       }
     }
     fence_products();
+    if constexpr (L::kDelta) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) multiply_rows(state_products, rows[i], inverse + i * (16 * 128 / 16), i);
-    commit_products();
+      for (int i = 0; i < 4; ++i) multiply_rows(state_products, rows[i], inverse + i * (16 * 128 / 16), i);
+      commit_products();
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) multiply_rows(state, decayed[i], query_rows + i * (16 * 128 / 16));
     commit_products();
+    if constexpr (L::kDelta) add_reads_of_keys(state_products, rows, gates, key_rows);
+    this->store_rows(&maps.writes, block.shared + L::kWritesOffset + warp * kOutputBytes, chunk,
+                     [&](int i, int j) { return rows[i][j]; });
+    wait_for_state<0>(state);
+    __syncwarp();
+    if (lane == 0) arrive(block.stage_free_barrier(stage)), arrive(block.slot_free_barrier(slot.index));
+  }
+
+  // Takes dY, the product in flight, and adds to dS what passes through the tokens' reads with their keys.
+  __device__ __forceinline__ void add_reads_of_keys(float (&state_products)[8][4], uint32_t (&rows)[4][4],
+                                                    const float* gates, uint64_t key_rows) {
     wait_for_products<1>(state_products);
     uint32_t written[4][4];
 #pragma unroll
@@ -104,19 +109,16 @@ struct ReverseState : ScanState<L> {
 #pragma unroll
     for (int i = 0; i < 4; ++i) multiply_rows(state, written[i], key_rows + i * (16 * 128 / 16));
     commit_products();
-    this->store_rows(&maps.writes, block.shared + L::kWritesOffset + warp * kOutputBytes, chunk,
-                     [&](int i, int j) { return rows[i][j]; });
-    wait_for_state<0>(state);
-    __syncwarp();
-    if (lane == 0) arrive(block.stage_free_barrier(stage)), arrive(block.slot_free_barrier(slot.index));
   }
 };
 
+template <bool Delta>
 __global__ void __launch_bounds__(kThreads, 1)
     delta_reverse_kernel(const DeltaCall call, const __grid_constant__ Maps maps) {
 #if __CUDA_ARCH__ == 900
   extern __shared__ __align__(1024) char memory[];
-  run_block<ReverseLayout, true, ReverseState<ReverseLayout>>(call, maps, memory);
+  using L = ReverseLayout<Delta>;
+  run_block<L, true, ReverseState<L>>(call, maps, memory);
 #endif
 }
 

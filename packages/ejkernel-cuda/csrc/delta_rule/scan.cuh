@@ -66,6 +66,21 @@ struct ScanState {
     }
   }
 
+  // Multiplies them with a factor of each token, from shared memory, and with a constant.
+  __device__ __forceinline__ void multiply_values(uint32_t (&products)[4][4], const uint32_t (&values)[4][4],
+                                                  const float* factors, float constant) const {
+#pragma unroll
+    for (int tile = 0; tile < 8; ++tile) {
+      const float2 factor = *reinterpret_cast<const float2*>(factors + tile * 8);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t pair = values[tile / 2][tile % 2 * 2 + i];
+        const float low = __uint_as_float(pair << 16), high = __uint_as_float(pair & 0xFFFF0000u);
+        products[tile / 2][tile % 2 * 2 + i] = pack(low * (factor.x * constant), high * (factor.y * constant));
+      }
+    }
+  }
+
   // Stores a warp's 16 value channels of a chunk's tokens by TMA, through `warp_buffer`. `rows(i, j)` are the registers
   // of such a left operand. The buffer's last store has to have read it.
   template <typename Rows>
@@ -123,7 +138,7 @@ __device__ __forceinline__ void run_block(const DeltaCall& call, const Maps& map
   fence_shared_stores();
   if (threadIdx.x == 0) {
     prefetch_map(&maps.query), prefetch_map(&maps.key), prefetch_map(&maps.value), prefetch_map(&maps.output);
-    if constexpr (L::kStoresStates) prefetch_map(&maps.writes), prefetch_map(&maps.states);
+    if constexpr (L::kStoresStates) prefetch_map(&maps.states);
     for (int i = 0; i < L::kStages; ++i) start_barrier(block.stage_full_barrier(i), 2),
         start_barrier(block.stage_free_barrier(i), 8);
     for (int i = 0; i < kPairSlots; ++i) start_barrier(block.slot_full_barrier(i), 4),

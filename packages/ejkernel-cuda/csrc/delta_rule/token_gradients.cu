@@ -1,29 +1,30 @@
-// The XLA FFI handler of the gradients of the chunked delta rule's tokens.
+// The XLA FFI handler of the gradients of tokens.
 #include "delta_rule/handler.cuh"
 #include "delta_rule/token_gradients.cuh"
 
 namespace ejkernel::delta_rule {
 namespace {
 
-template <int V>
+template <int V, bool Delta>
 ffi::Error launch(cudaStream_t stream, const TokenGradientCall& call, const TokenGradientMaps& maps, int64_t batch) {
   constexpr int kBytes = GradientLayout<V>::kBytes;
-  const cudaError_t error = cudaFuncSetAttribute(delta_token_gradients_kernel<V>,
+  const cudaError_t error = cudaFuncSetAttribute(delta_token_gradients_kernel<V, Delta>,
                                                  cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return kErrors.internal("shared memory", cudaGetErrorString(error));
   const int64_t blocks = batch * call.heads * call.chunks;
-  delta_token_gradients_kernel<V><<<int(blocks), kGradientThreads, kBytes, stream>>>(call, maps);
+  delta_token_gradients_kernel<V, Delta><<<int(blocks), kGradientThreads, kBytes, stream>>>(call, maps);
   return kErrors.check("launch", cudaGetLastError());
 }
 
 // Queries, keys, values, the tokens' writes, the gradients of output and writes [B, T, heads, channels]; states and
 // their gradients [B, H, chunks, V, K]. Gradients of queries or keys that heads share are stored per head, in float32.
+// Without the delta rule the writes are the values, and beta, dV and dbeta are empty arrays.
 ffi::Error delta_rule_token_gradients(cudaStream_t stream, Bf16 query, Bf16 key, Bf16 value, Bf16 writes,
                                       Bf16 cotangent, Bf16 dwrites, Bf16 states, Bf16 dstates, F32 gates, F32 beta,
                                       ffi::Result<ffi::AnyBuffer> dquery, ffi::Result<ffi::AnyBuffer> dkey,
                                       ffi::Result<Bf16> dvalue, ffi::Result<F32> dgates, ffi::Result<F32> dbeta,
                                       float scale) {
-  if (dvalue->element_count() == 0) return ffi::Error::Success();
+  if (cotangent.element_count() == 0) return ffi::Error::Success();
   const auto q = query.dimensions(), k = key.dimensions(), v = value.dimensions();
   if (q.size() != 4 || k.size() != 4 || v.size() != 4) return kErrors.invalid_shapes();
   const int64_t batch = v[0], tokens = v[1], heads = v[2], values = v[3];
@@ -32,19 +33,21 @@ ffi::Error delta_rule_token_gradients(cudaStream_t stream, Bf16 query, Bf16 key,
     return x[0] == batch && x[1] == tokens && x[2] > 0 && heads % x[2] == 0 && x[3] == kKeyDim;
   };
   const auto has_size = [](const auto& x, int64_t size) { return count(x) == size; };
+  const bool has_delta = beta.element_count() != 0;
+  const int64_t head_tokens = batch * tokens * heads;
   if (!belongs(q) || !belongs(k) || (values != 64 && values != 128) || !has_size(writes, count(value)) ||
-      !has_size(cotangent, count(value)) || !has_size(dwrites, count(value)) || !has_size(*dvalue, count(value)) ||
+      !has_size(cotangent, count(value)) || !has_size(dwrites, count(value)) || !has_size(*dvalue, has_delta ? count(value) : 0) ||
       !has_size(states, batch * heads * chunks * state_size) || !has_size(dstates, count(states)) ||
-      !has_size(beta, batch * tokens * heads) || !has_size(*dbeta, count(beta)) ||
-      (gates.element_count() != 0 && (!has_size(gates, count(beta)) || !has_size(*dgates, count(beta)))) ||
-      !has_size(*dquery, count(beta) * kKeyDim) || !has_size(*dkey, count(beta) * kKeyDim)) {
+      !has_size(beta, has_delta ? head_tokens : 0) || !has_size(*dbeta, count(beta)) ||
+      (gates.element_count() != 0 && (!has_size(gates, head_tokens) || !has_size(*dgates, head_tokens))) ||
+      !has_size(*dquery, head_tokens * kKeyDim) || !has_size(*dkey, head_tokens * kKeyDim)) {
     return kErrors.invalid_shapes();
   }
   const auto float_or_null = [](auto& x) {
     return x->element_type() == ffi::F32 ? static_cast<float*>(x->untyped_data()) : nullptr;
   };
   TokenGradientCall call{};
-  call.gates = data_or_null(gates), call.beta = beta.typed_data();
+  call.gates = data_or_null(gates), call.beta = data_or_null(beta);
   call.value = static_cast<const __nv_bfloat16*>(value.untyped_data());
   call.dvalue = static_cast<__nv_bfloat16*>(dvalue->untyped_data());
   call.dquery = float_or_null(dquery), call.dkey = float_or_null(dkey);
@@ -69,7 +72,10 @@ ffi::Error delta_rule_token_gradients(cudaStream_t stream, Bf16 query, Bf16 key,
   if (!call.dquery) add(&maps.dquery, dquery->untyped_data(), all_keys, stored);
   if (!call.dkey) add(&maps.dkey, dkey->untyped_data(), all_keys, stored);
   if (message) return kErrors.internal("tensor map", message);
-  return values == 64 ? launch<64>(stream, call, maps, batch) : launch<128>(stream, call, maps, batch);
+  if (values == 64) {
+    return has_delta ? launch<64, true>(stream, call, maps, batch) : launch<64, false>(stream, call, maps, batch);
+  }
+  return has_delta ? launch<128, true>(stream, call, maps, batch) : launch<128, false>(stream, call, maps, batch);
 }
 
 }  // namespace

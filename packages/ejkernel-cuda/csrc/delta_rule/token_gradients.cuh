@@ -1,4 +1,4 @@
-// The gradients of the gated delta rule's tokens, of all chunks at the same time, from what the scans stored: a token
+// The gradients of tokens with a gate per head, of all chunks at the same time, from what the scans stored: a token
 // reads the state with its query, where the output's gradient is dO, and with its key, where the gradient is -dY. With S
 // the state before the chunk, dS the gradient of the one after it, D_ij = exp2(G_i - G_j), E = exp2(G),
 // F = exp2(G_last - G), P = scale D (dO X^T) on and below the diagonal and R = D (dY X^T) below it:
@@ -6,7 +6,7 @@
 //   W = E dY S^T + R K                       dbeta = <dY, V> - <W, K>
 //   dU = F X dS^T + P^T Q - (beta R)^T K     dK = dU - beta W
 //   dG = <dQ, Q> - beta <W, K> - <dU, K>, and of the last token also <S after the chunk, dS>
-// The gradient of a gate is the sum of dG from its token to the chunk's end.
+// Without the delta rule X = V, and R, W and dY are 0. The gradient of a gate is the sum of dG from its token to the chunk's end.
 //
 // A block is one warpgroup, and two of them share a multiprocessor: one computes while the other one loads.
 #pragma once
@@ -20,7 +20,7 @@ constexpr float kMinLog2GateWithGradient = -57.5f;
 
 struct TokenGradientCall {
   const float *gates, *beta;  // [B, T, H]; no gates: null
-  const __nv_bfloat16* value;  // [B, T, H, V]
+  const __nv_bfloat16* value;  // [B, T, H, V]; like beta, dV and dbeta only with the delta rule
   __nv_bfloat16* dvalue;
   float *dquery, *dkey;  // [B, T, H, K] where heads share queries or keys, else null: maps have them
   float *dgates, *dbeta;  // [B, T, H]
@@ -44,7 +44,7 @@ struct GradientLayout {
   static_assert(2 * (kBytes + 1024) <= 228 * 1024, "two blocks share a multiprocessor");
 };
 
-template <int V>
+template <int V, bool Delta>
 struct TokenGradients {
   using L = GradientLayout<V>;
   static constexpr int kSteps = V / 16, kStateLoads = L::kStateBytes / (kGradientThreads * 16);
@@ -94,7 +94,7 @@ struct TokenGradients {
       load_tiles();
     }
     if (warp == 1) sum_gates();
-    if (warp >= 2) prefetch_values();
+    if (Delta && warp >= 2) prefetch_values();
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -131,8 +131,10 @@ struct TokenGradients {
     load_state(&maps.states, 0);
     load_rows(&maps.key, L::kKey, head / (call.heads / call.key_heads) * kKeyDim, kKeyDim, 0);
     load_rows(&maps.query, L::kQuery, head / (call.heads / call.query_heads) * kKeyDim, kKeyDim, 0);
-    arrive_and_expect(barrier(1), V / 64 * kTileBytes);
-    load_rows(&maps.dwrites, L::kDwrites, head * V, V, 1);
+    if constexpr (Delta) {
+      arrive_and_expect(barrier(1), V / 64 * kTileBytes);
+      load_rows(&maps.dwrites, L::kDwrites, head * V, V, 1);
+    }
     const int index = (row * call.heads + head) * call.chunks + chunk;
     for (int i = 0; i < V / 64 * 2; ++i) prefetch_tile(&maps.dstates, i % 2 * 64, i / 2 * 64, index);
   }
@@ -163,13 +165,13 @@ struct TokenGradients {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int at = 2 * lane + i;
-      numbers(L::kBetas)[at] = is_token(at) ? __ldg(call.beta + token_index(at)) : 0.0f;
+      numbers(L::kBetas)[at] = Delta && is_token(at) ? __ldg(call.beta + token_index(at)) : 0.0f;
     }
   }
 
   // ---- steps ----
 
-  // dQ, W, dbeta and dV; keeps the state before the chunk in registers, and asks for the gradient of the one after it.
+  // dQ, and what the reads with keys add; keeps the state before the chunk in registers, and asks for the gradient of the one after it.
   __device__ __forceinline__ void differentiate_reads(float (&reads)[16][4], uint4 (&states)[kStateLoads]) {
     const uint64_t key_rows = rows_operand(L::kKey);
     float dquery[16][4], pairs[8][4];
@@ -185,15 +187,21 @@ struct TokenGradients {
 #pragma unroll
     for (int i = 0; i < 4; ++i) multiply_rows(dquery, scores[i], key_rows + row_step(i));
     commit_products();
-    wait_for_phase(barrier(1), 0);
-    multiply_by_writes_and_state(pairs, reads, L::kDwrites);
-    commit_products();
-    wait_for_products<1, 16>(dquery);
+    if constexpr (Delta) {
+      wait_for_phase(barrier(1), 0);
+      multiply_by_writes_and_state(pairs, reads, L::kDwrites);
+      commit_products();
+      wait_for_products<1, 16>(dquery);
+    } else {
+      wait_for_products<0, 16>(dquery);
+    }
     __syncthreads();  // all warps have read the output's gradient
     multiply_and_sum(dgate_sums, dquery, L::kQuery);
     store_gradient(dquery, &maps.dquery, call.dquery, L::kCotangent);
-    wait_for_products<0>(pairs);
-    wait_for_products<0, 16>(reads);
+    if constexpr (Delta) {
+      wait_for_products<0>(pairs);
+      wait_for_products<0, 16>(reads);
+    }
     if (call.gates != nullptr) {
 #pragma unroll
       for (int i = 0; i < kStateLoads; ++i) states[i] = state_piece(i);
@@ -203,6 +211,12 @@ struct TokenGradients {
       arrive_and_expect(barrier(2), L::kStateBytes);
       load_state(&maps.dstates, 2);
     }
+    if constexpr (Delta) differentiate_reads_of_keys(pairs, reads);
+  }
+
+  // W, dbeta and dV, from dY X^T and dY S^T.
+  __device__ __forceinline__ void differentiate_reads_of_keys(float (&pairs)[8][4], float (&reads)[16][4]) {
+    const uint64_t key_rows = rows_operand(L::kKey);
     decay_pairs<false>(pairs, 1.0f);
     pack_pairs(key_scores, pairs);
     scale_rows(reads, exp2_fast(sums[0]), exp2_fast(sums[1]));
@@ -231,7 +245,7 @@ struct TokenGradients {
                                                        const uint4 (&states)[kStateLoads]) {
     __syncthreads();  // all warps have read dY
     store_transposed(L::kDwrites, scores);
-    store_transposed(L::kDwrites + kTileBytes, key_scores);
+    if constexpr (Delta) store_transposed(L::kDwrites + kTileBytes, key_scores);
     fence_shared_stores();
     uint32_t writes[kSteps][4];
     load_decayed_writes(writes);
@@ -258,16 +272,20 @@ struct TokenGradients {
     fence_products();
 #pragma unroll
     for (int i = 0; i < 4; ++i) multiply_shared_rows(dkey, transposed + i * 2, query_rows + row_step(i), 1);
+    if constexpr (Delta) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      multiply_shared_rows(dkey, transposed + kTileBytes / 16 + i * 2, key_rows + row_step(i), 1);
+      for (int i = 0; i < 4; ++i) {
+        multiply_shared_rows(dkey, transposed + kTileBytes / 16 + i * 2, key_rows + row_step(i), 1);
+      }
     }
     commit_products();
     wait_for_products<0, 16>(dkey);
     multiply_and_sum(key_sums, dkey, L::kKey);
     if (call.gates != nullptr) store_gate_gradients(key_sums);
+    if constexpr (Delta) {
 #pragma unroll
-    for (int i = 0; i < 64; ++i) dkey[i / 4][i % 4] += reads[i / 4][i % 4];
+      for (int i = 0; i < 64; ++i) dkey[i / 4][i % 4] += reads[i / 4][i % 4];
+    }
     store_gradient(dkey, &maps.dkey, call.dkey, L::kWrites);
   }
 
@@ -454,12 +472,12 @@ struct TokenGradients {
   }
 };
 
-template <int V>
+template <int V, bool Delta>
 __global__ void __launch_bounds__(kGradientThreads, 2)
     delta_token_gradients_kernel(const TokenGradientCall call, const __grid_constant__ TokenGradientMaps maps) {
 #if __CUDA_ARCH__ == 900
   extern __shared__ __align__(1024) char memory[];
-  TokenGradients<V> gradients(call, maps, memory);
+  TokenGradients<V, Delta> gradients(call, maps, memory);
   gradients.run();
 #endif
 }

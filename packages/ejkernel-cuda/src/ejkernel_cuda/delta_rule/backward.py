@@ -1,4 +1,6 @@
-"""The FFI calls of the chunked delta rule's backward pass (csrc/delta_rule/reverse.cuh and token_gradients.cuh)."""
+"""The FFI calls of the backward pass with a gate per head or none, with the delta rule or without
+(csrc/delta_rule/reverse.cuh and token_gradients.cuh).
+"""
 
 from typing import Any
 
@@ -14,7 +16,7 @@ from ejkernel_cuda.library import register_handler
 
 
 def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
-    """Returns the gradients of the requested fields of a record with beta.
+    """Returns the gradients of the requested fields of a record.
 
     Args:
         pullback: Record, cotangents of output and final states, the requested names, and the forward pass's private
@@ -31,6 +33,8 @@ def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
     cotangent = pullback.cotangent[0].astype(record.query.dtype)
     dwrites, dstates, dinitial = _state_gradients(record, cotangent, pullback.cotangent[1])
     gradients = _token_gradients(record, residuals, cotangent, dwrites, dstates)
+    if record.beta is None:
+        gradients["value"] = dwrites
     gradients["initial_state"] = dinitial
     return {name: _sum_to_field(gradients[name], getattr(record, name)) for name in sorted(pullback.grad_fields)}
 
@@ -38,7 +42,7 @@ def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
 def _state_gradients(
     record: LinearRecurrence, cotangent: jax.Array, final_cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the gradients of the tokens' writes through the inverse [B, T, H, V], of the states after the chunks
+    """Returns the gradients of the tokens' values, with the delta rule without beta, [B, T, H, V], of the states after the chunks
     [B, H, chunks, V, K], and of the initial states [B, H, K, V].
     """
     (rows, tokens, heads, columns), keys, dtype = cotangent.shape, record.query.shape[3], cotangent.dtype
@@ -68,11 +72,11 @@ def _token_gradients(
     dwrites: jax.Array,
     dstates: jax.Array,
 ) -> dict[str, jax.Array]:
-    """Returns the gradients of queries, keys, values, gates and beta; those of queries and keys per head of the call,
-    in float32 where heads share them.
+    """Returns the gradients of queries, keys and gates, and with the delta rule of values and beta; those of queries
+    and keys per head of the call, in float32 where heads share them.
     """
     gates, beta = gates_and_beta(record)
-    (rows, tokens, heads), keys = beta.shape, record.query.shape[3]
+    (rows, tokens, heads, _), keys, has_delta = cotangent.shape, record.query.shape[3], record.beta is not None
 
     def per_head(field: jax.Array) -> jax.ShapeDtypeStruct:
         dtype = field.dtype if field.shape[2] == heads else jnp.float32
@@ -83,15 +87,16 @@ def _token_gradients(
         (
             per_head(record.query),
             per_head(record.key),
-            jax.ShapeDtypeStruct(record.value.shape, record.value.dtype),
+            jax.ShapeDtypeStruct(record.value.shape if has_delta else (0,), record.value.dtype),
             jax.ShapeDtypeStruct(gates.shape, jnp.float32),
             jax.ShapeDtypeStruct(beta.shape, jnp.float32),
         ),
         vmap_method="sequential",
     )
-    inputs = (record.query, record.key, record.value, residuals.writes, cotangent, dwrites, residuals.states, dstates)
+    writes = residuals.writes if has_delta else record.value
+    inputs = (record.query, record.key, record.value, writes, cotangent, dwrites, residuals.states, dstates)
     dquery, dkey, dvalue, dgates, dbeta = call(*inputs, gates, beta, scale=np.float32(record.softmax_scale))
-    gradients = {"query": dquery, "key": dkey, "value": dvalue, "beta": dbeta}
+    gradients = {"query": dquery, "key": dkey} | ({"value": dvalue, "beta": dbeta} if has_delta else {})
     return gradients if record.decay is None else gradients | {"decay": dgates[..., None]}
 
 

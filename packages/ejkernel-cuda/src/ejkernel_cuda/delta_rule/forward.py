@@ -1,4 +1,6 @@
-"""The FFI call of the chunked delta rule's forward pass (csrc/delta_rule/chunked.cu)."""
+"""The FFI call of the forward pass with a gate per head or none, with the delta rule or without
+(csrc/delta_rule/chunked.cu).
+"""
 
 from typing import Any, NamedTuple
 
@@ -19,7 +21,7 @@ class DeltaResiduals(NamedTuple):
     """The results of the forward pass that the backward pass reads.
 
     Attributes:
-        writes: [B, T, H, V], what the tokens write.
+        writes: [B, T, H, V], what the tokens write; empty without the delta rule, where that is their values.
         states: [B, H, chunks, V, K], the states before the chunks, transposed.
     """
 
@@ -30,7 +32,7 @@ class DeltaResiduals(NamedTuple):
 def forward(
     record: LinearRecurrence, config: Any
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[()], DeltaResiduals | None]:
-    """Returns output and final states of a record with beta, and the private residuals for its gradients.
+    """Returns output and final states of a record, and the private residuals for its gradients.
 
     Args:
         record: The canonical arguments.
@@ -60,7 +62,7 @@ def run_forward(record: LinearRecurrence, *, stores: bool) -> tuple[jax.Array, j
         (
             jax.ShapeDtypeStruct(token_shape, dtype),
             jax.ShapeDtypeStruct((rows, heads, keys, columns), jnp.float32),
-            jax.ShapeDtypeStruct(token_shape if stores else (0,), dtype),
+            jax.ShapeDtypeStruct(token_shape if stores and record.beta is not None else (0,), dtype),
             jax.ShapeDtypeStruct(states_shape if stores else (0,), dtype),
         ),
         # The leading axes of gates may have size 1, so arrays do not batch alike.
@@ -77,9 +79,9 @@ def run_forward(record: LinearRecurrence, *, stores: bool) -> tuple[jax.Array, j
 
 
 def gates_and_beta(record: LinearRecurrence) -> tuple[jax.Array, jax.Array]:
-    """Returns log gates, which are an empty array without gates, and beta, [B, T, H] in float32."""
-    assert record.beta is not None  # `Requires` ensures it
-    beta = record.beta.astype(jnp.float32)
+    """Returns log gates and beta, [B, T, H] in float32; an empty array for the one that a record does not have."""
+    absent, shape = jnp.zeros(0, jnp.float32), (*record.query.shape[:2], num_state_heads(record))
+    beta = absent if record.beta is None else record.beta.astype(jnp.float32)
     if record.decay is None:
-        return jnp.zeros(0, jnp.float32), beta
-    return jnp.broadcast_to(record.decay[..., 0].astype(jnp.float32), beta.shape), beta
+        return absent, beta
+    return jnp.broadcast_to(record.decay[..., 0].astype(jnp.float32), shape), beta
