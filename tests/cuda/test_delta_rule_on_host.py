@@ -10,12 +10,14 @@ import pytest
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, num_state_heads, reference
 from ejkernel.ops.device import DeviceInfo, target_device
+from ejkernel.types.pullback import Pullback, run_both_passes
 from ejkernel_cuda import delta_rule
+from ejkernel_cuda.delta_rule.backward import backward
 from ejkernel_cuda.delta_rule.forward import forward
 
 H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
 B200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA B200", compute_capability=10.0)
-[IMPLEMENTATION] = delta_rule.IMPLEMENTATIONS
+DELTA, PLAIN = delta_rule.IMPLEMENTATIONS
 
 FIELDS = ("query", "key", "value", "decay", "beta", "initial_state")
 
@@ -177,9 +179,9 @@ def abstract(heads, *, batch=1, tokens=8192, keys=128, values=128, channels=1, d
     return LinearRecurrence(query=query, key=query, value=value, softmax_scale=0.1, decay=decay, beta=beta)
 
 
-def refusals(record, device=H200):
+def refusals(record, device=H200, implementation=DELTA):
     with target_device(device):
-        return list(IMPLEMENTATION.requires.extra(record))
+        return list(implementation.requires.extra(record))
 
 
 def test_unsupported_calls_are_refused():
@@ -191,6 +193,10 @@ def test_unsupported_calls_are_refused():
     assert "gates per head" in gates
     [beta] = refusals(dataclasses.replace(abstract(16), beta=None))
     assert "beta: got None" in beta
+    assert not refusals(dataclasses.replace(abstract(16), beta=None), implementation=PLAIN)
+    with target_device(H200):
+        [values] = DELTA.backward_requires.extra(abstract(16, values=192))
+    assert values == "value: got head dimension 192, the kernels of gradients want 64 and 128"
 
 
 @pytest.mark.parametrize(
@@ -205,14 +211,30 @@ def test_unsupported_calls_are_refused():
     ],
 )
 def test_priority_is_above_triton_if_enough_blocks_are_busy(heads, batch, tokens, values, first):
-    rank = IMPLEMENTATION.priority_for(abstract(heads, batch=batch, tokens=tokens, values=values), H200)
+    rank = DELTA.priority_for(abstract(heads, batch=batch, tokens=tokens, values=values), H200)
     assert (10 < rank < 20) if first else (0 <= rank < 10)
 
 
-def test_the_call_is_traced_for_every_combination_of_optional_arrays(monkeypatch):
-    monkeypatch.setattr("ejkernel_cuda.delta_rule.forward.register_handler", lambda name: name)
-    record = make("mild", 70, heads=2, state=True)
-    for absent in ({}, {"decay": None}, {"initial_state": None}, {"decay": record.decay[:, :1]}):
-        (output, states), residuals = jax.eval_shape(lambda r: forward(r, None), dataclasses.replace(record, **absent))
-        assert (output.shape, output.dtype, residuals) == ((1, 70, 2, 64), jnp.bfloat16, ())
+def test_the_calls_are_traced_for_every_combination_of_optional_arrays(monkeypatch):
+    for module in ("forward", "backward"):
+        monkeypatch.setattr(f"ejkernel_cuda.delta_rule.{module}.register_handler", lambda name: name)
+    record = make("mild", 70, heads=2, key_heads=1, state=True)
+    decay = record.decay[:, :1]
+    for absent in ({}, {"decay": None}, {"initial_state": None}, {"decay": decay}, {"beta": None, "decay": decay}):
+        used = dataclasses.replace(record, **absent)
+        (output, states), residuals, private = jax.eval_shape(lambda r: forward(r, None), used)
+        assert (output.shape, output.dtype, residuals, private) == ((1, 70, 2, 64), jnp.bfloat16, (), None)
         assert (states.shape, states.dtype) == ((1, 2, 128, 64), jnp.float32)
+        names = frozenset(name for name in FIELDS if getattr(used, name) is not None)
+        start = Pullback(record=used, residuals=(), output=None, cotangent=None, grad_fields=names)
+        _, gradients = jax.eval_shape(
+            lambda start, *cotangent: run_both_passes(
+                forward, backward, dataclasses.replace(start, cotangent=cotangent), None
+            ),
+            start,
+            output,
+            states,
+        )
+        assert gradients == {
+            name: jax.ShapeDtypeStruct(getattr(used, name).shape, getattr(used, name).dtype) for name in names
+        }

@@ -96,14 +96,14 @@ extern "C" const char* delta_rule_token_gradients(void** a, const int* sizes, fl
   TokenGradientMaps maps;
   const int keys = n.heads * kKeyDim, values = n.heads * n.values, states = n.batch * n.heads * n.chunks();
   call.tokens = n.tokens, call.chunks = n.chunks(), call.heads = n.heads, call.scale = scale;
-  call.query_heads = n.query_heads, call.key_heads = n.key_heads;
+  call.query_heads = n.query_heads, call.key_heads = n.key_heads, call.value_heads = n.value_heads;
   call.value = static_cast<const __nv_bfloat16*>(a[2]);
   call.gates = static_cast<const float*>(a[8]), call.beta = static_cast<const float*>(a[9]);
   call.dvalue = static_cast<__nv_bfloat16*>(a[12]);
   call.dgates = static_cast<float*>(a[13]), call.dbeta = static_cast<float*>(a[14]);
   describe(&maps.query, a[0], n.batch, n.tokens, n.query_heads * kKeyDim, 128);
   describe(&maps.key, a[1], n.batch, n.tokens, n.key_heads * kKeyDim, 128);
-  describe(&maps.writes, a[3], n.batch, n.tokens, values, 128);
+  describe(&maps.writes, a[3], n.batch, n.tokens, call.beta ? values : n.value_heads * n.values, 128);
   describe(&maps.cotangent, a[4], n.batch, n.tokens, values, 128);
   describe(&maps.dwrites, a[5], n.batch, n.tokens, values, 128);
   describe(&maps.states, a[6], states, n.values, kKeyDim, 128);

@@ -110,18 +110,6 @@ __device__ __forceinline__ void copy_tile(uint32_t to, const void* map, int colu
       : "memory");
 }
 
-// Prefetches such a tile into L2.
-__device__ __forceinline__ void prefetch_tile(const void* map, int column, int row, int batch) {
-  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(column), "r"(row),
-               "r"(batch)
-               : "memory");
-}
-
-// Prefetches the 128 bytes at an address into L2.
-__device__ __forceinline__ void prefetch_line(const void* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
-}
-
 // Bulk copy of a tile from shared memory, in a group of this thread's stores.
 __device__ __forceinline__ void store_tile(const void* map, int column, int row, int batch, uint32_t from) {
   asm volatile(

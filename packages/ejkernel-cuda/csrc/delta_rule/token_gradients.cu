@@ -25,18 +25,19 @@ ffi::Error delta_rule_token_gradients(cudaStream_t stream, Bf16 query, Bf16 key,
                                       ffi::Result<Bf16> dvalue, ffi::Result<F32> dgates, ffi::Result<F32> dbeta,
                                       float scale) {
   if (cotangent.element_count() == 0) return ffi::Error::Success();
-  const auto q = query.dimensions(), k = key.dimensions(), v = value.dimensions();
-  if (q.size() != 4 || k.size() != 4 || v.size() != 4) return kErrors.invalid_shapes();
-  const int64_t batch = v[0], tokens = v[1], heads = v[2], values = v[3];
+  const auto q = query.dimensions(), k = key.dimensions(), v = value.dimensions(), c = cotangent.dimensions();
+  if (q.size() != 4 || k.size() != 4 || v.size() != 4 || c.size() != 4) return kErrors.invalid_shapes();
+  const int64_t batch = c[0], tokens = c[1], heads = c[2], values = c[3];
   const int64_t chunks = (tokens + kChunkTokens - 1) / kChunkTokens, state_size = kKeyDim * values;
-  const auto belongs = [=](const auto& x) {
-    return x[0] == batch && x[1] == tokens && x[2] > 0 && heads % x[2] == 0 && x[3] == kKeyDim;
+  const auto belongs = [=](const auto& x, int64_t channels) {
+    return x[0] == batch && x[1] == tokens && x[2] > 0 && heads % x[2] == 0 && x[3] == channels;
   };
   const auto has_size = [](const auto& x, int64_t size) { return count(x) == size; };
   const bool has_delta = beta.element_count() != 0;
   const int64_t head_tokens = batch * tokens * heads;
-  if (!belongs(q) || !belongs(k) || (values != 64 && values != 128) || !has_size(writes, count(value)) ||
-      !has_size(cotangent, count(value)) || !has_size(dwrites, count(value)) || !has_size(*dvalue, has_delta ? count(value) : 0) ||
+  if (!belongs(q, kKeyDim) || !belongs(k, kKeyDim) || !belongs(v, values) || (values != 64 && values != 128) ||
+      !has_size(writes, has_delta ? count(cotangent) : count(value)) ||
+      !has_size(dwrites, count(cotangent)) || !has_size(*dvalue, has_delta ? count(cotangent) : 0) ||
       !has_size(states, batch * heads * chunks * state_size) || !has_size(dstates, count(states)) ||
       !has_size(beta, has_delta ? head_tokens : 0) || !has_size(*dbeta, count(beta)) ||
       (gates.element_count() != 0 && (!has_size(gates, head_tokens) || !has_size(*dgates, head_tokens))) ||
@@ -53,7 +54,7 @@ ffi::Error delta_rule_token_gradients(cudaStream_t stream, Bf16 query, Bf16 key,
   call.dquery = float_or_null(dquery), call.dkey = float_or_null(dkey);
   call.dgates = dgates->typed_data(), call.dbeta = dbeta->typed_data();
   call.tokens = int(tokens), call.chunks = int(chunks), call.heads = int(heads);
-  call.query_heads = int(q[2]), call.key_heads = int(k[2]), call.scale = scale;
+  call.query_heads = int(q[2]), call.key_heads = int(k[2]), call.value_heads = int(v[2]), call.scale = scale;
   TokenGradientMaps maps;
   const Tile loaded = {64, kChunkTokens, CU_TENSOR_MAP_SWIZZLE_128B}, stored = {64, 16, CU_TENSOR_MAP_SWIZZLE_128B};
   const Size all_values = {heads * values, tokens, batch}, all_states = {kKeyDim, values, batch * heads * chunks};
@@ -64,7 +65,7 @@ ffi::Error delta_rule_token_gradients(cudaStream_t stream, Bf16 query, Bf16 key,
   };
   add(&maps.query, query.untyped_data(), {q[2] * kKeyDim, tokens, batch}, loaded);
   add(&maps.key, key.untyped_data(), {k[2] * kKeyDim, tokens, batch}, loaded);
-  add(&maps.writes, writes.untyped_data(), all_values, loaded);
+  add(&maps.writes, writes.untyped_data(), {(has_delta ? heads : v[2]) * values, tokens, batch}, loaded);
   add(&maps.cotangent, cotangent.untyped_data(), all_values, loaded);
   add(&maps.dwrites, dwrites.untyped_data(), all_values, loaded);
   add(&maps.states, states.untyped_data(), all_states, loaded);

@@ -20,11 +20,11 @@ constexpr float kMinLog2GateWithGradient = -57.5f;
 
 struct TokenGradientCall {
   const float *gates, *beta;  // [B, T, H]; no gates: null
-  const __nv_bfloat16* value;  // [B, T, H, V]; like beta, dV and dbeta only with the delta rule
-  __nv_bfloat16* dvalue;
+  const __nv_bfloat16* value;  // [B, T, value heads, V]; like beta, dV and dbeta only with the delta rule
+  __nv_bfloat16* dvalue;  // [B, T, H, V]
   float *dquery, *dkey;  // [B, T, H, K] where heads share queries or keys, else null: maps have them
   float *dgates, *dbeta;  // [B, T, H]
-  int tokens, chunks, heads, query_heads, key_heads;
+  int tokens, chunks, heads, query_heads, key_heads, value_heads;
   float scale;
 };
 
@@ -94,7 +94,6 @@ struct TokenGradients {
       load_tiles();
     }
     if (warp == 1) sum_gates();
-    if (Delta && warp >= 2) prefetch_values();
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -127,7 +126,7 @@ struct TokenGradients {
   __device__ __forceinline__ void load_tiles() const {
     arrive_and_expect(barrier(0), 4 * kTileBytes + 2 * V / 64 * kTileBytes + L::kStateBytes);
     load_rows(&maps.cotangent, L::kCotangent, head * V, V, 0);
-    load_rows(&maps.writes, L::kWrites, head * V, V, 0);
+    load_rows(&maps.writes, L::kWrites, (Delta ? head : head / (call.heads / call.value_heads)) * V, V, 0);
     load_state(&maps.states, 0);
     load_rows(&maps.key, L::kKey, head / (call.heads / call.key_heads) * kKeyDim, kKeyDim, 0);
     load_rows(&maps.query, L::kQuery, head / (call.heads / call.query_heads) * kKeyDim, kKeyDim, 0);
@@ -135,15 +134,6 @@ struct TokenGradients {
       arrive_and_expect(barrier(1), V / 64 * kTileBytes);
       load_rows(&maps.dwrites, L::kDwrites, head * V, V, 1);
     }
-    const int index = (row * call.heads + head) * call.chunks + chunk;
-    for (int i = 0; i < V / 64 * 2; ++i) prefetch_tile(&maps.dstates, i % 2 * 64, i / 2 * 64, index);
-  }
-
-  // Two warps; a thread has one token.
-  __device__ __forceinline__ void prefetch_values() const {
-    const int at = thread - 64;
-    if (!is_token(at)) return;
-    for (int i = 0; i < V; i += 64) prefetch_line(call.value + token_index(at) * V + i);
   }
 
   // The log2 gate of a token, 0 for none.
@@ -385,9 +375,12 @@ struct TokenGradients {
       const uint4 dy = *reinterpret_cast<const uint4*>(memory + L::kDwrites + column / 8 * kTileBytes + at * 128 +
                                                        ((column % 8 ^ (at & 7)) << 4));
       uint4 value = {0, 0, 0, 0};
-      const int64_t index = token_index(at) * V + column * 8;
+      const int value_head = head / (call.heads / call.value_heads);
+      const int64_t token = int64_t(row) * call.tokens + first_token + at;
       const bool valid = is_token(at);
-      if (valid) value = *reinterpret_cast<const uint4*>(call.value + index);
+      if (valid) {
+        value = *reinterpret_cast<const uint4*>(call.value + (token * call.value_heads + value_head) * V + column * 8);
+      }
       float sum = product(dy, value);
 #pragma unroll
       for (int lanes = 1; lanes < kLanes; lanes *= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
@@ -397,7 +390,7 @@ struct TokenGradients {
         return pack(beta * __uint_as_float(pair << 16), beta * __uint_as_float(pair & 0xFFFF0000u));
       };
       if (valid) {
-        *reinterpret_cast<uint4*>(call.dvalue + index) = {scaled(dy.x), scaled(dy.y), scaled(dy.z), scaled(dy.w)};
+        *reinterpret_cast<uint4*>(call.dvalue + token_index(at) * V + column * 8) = {scaled(dy.x), scaled(dy.y), scaled(dy.z), scaled(dy.w)};
       }
     }
     __syncwarp();

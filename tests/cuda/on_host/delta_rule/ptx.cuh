@@ -145,9 +145,6 @@ inline void copy_tile(uint32_t to, const void* map, int column, int row, int bat
   });
 }
 
-inline void prefetch_tile(const void*, int, int, int) {}
-inline void prefetch_line(const void*) {}
-
 // Stores that this thread has still to wait for.
 inline std::map<device::Thread*, std::vector<std::function<void()>>> stores;
 

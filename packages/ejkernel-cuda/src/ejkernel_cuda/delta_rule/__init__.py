@@ -1,5 +1,5 @@
-"""The gated delta rule in CUDA C++ for Hopper: a scan per direction, whose warpgroups have roles, and the gradients of
-tokens.
+"""Recurrences with a gate per head or none in CUDA C++ for Hopper, with the delta rule and without: a scan per direction,
+whose warpgroups have roles, and the gradients of tokens.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,10 +11,10 @@ from ejkernel.ops.device import DeviceInfo, current_device
 from ejkernel.ops.params import Direction
 from ejkernel_cuda.requirements import cuda_requires
 
-HANDLED_FIELDS = frozenset({"decay", "beta", "initial_state"})
-"""Optional fields that the kernel honours."""
+HANDLED_FIELDS = frozenset({"decay", "initial_state"})
+"""Optional fields that the kernels honour, next to beta."""
 
-DIFFERENTIABLE_FIELDS = frozenset({"query", "key", "value", "decay", "beta", "initial_state"})
+DIFFERENTIABLE_FIELDS = HANDLED_FIELDS | {"query", "key", "value"}
 
 KEY_DIM = 128
 """The key dimension that the kernel is compiled for."""
@@ -27,12 +27,12 @@ VALUE_DIMS_WITH_GRADIENTS = (64, 128)
 
 HOPPER_MULTIPROCESSORS, MIN_BUSY_BLOCKS_PER_WAVE = 132, 48
 """Multiprocessors of a Hopper chip, each of which computes one block at a time; and how many of a wave have to be busy
-for the kernel to be faster than Triton's, which splits long rows over all of them (docs/lab/linear_recurrence_gpu.md).
+for the kernels to be faster than Triton's, which split long rows over all of them (docs/lab/linear_recurrence_gpu.md).
 """
 
 MIN_BLOCKS_FOR_SHORT_ROWS, MAX_SHORT_ROW_TOKENS = 32, 8192
-"""The number of blocks with which the kernel is faster than Triton's in rows of up to so many tokens: 0.255 ms instead
-of 0.301 with 8192 tokens, 1.94 instead of 1.43 with 65536.
+"""The number of blocks with which the delta rule is faster than Triton's in rows of up to so many tokens: 0.255 ms instead
+of 0.301 with 8192 tokens, 1.94 instead of 1.43 with 65536. Without it 32 blocks are as fast as Triton's.
 """
 
 HOPPER_COMPUTE_CAPABILITY = 9.0
@@ -41,8 +41,6 @@ HOPPER_COMPUTE_CAPABILITY = 9.0
 
 def _refusal_reasons(record: LinearRecurrence) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
-    if record.beta is None:
-        yield "beta: got None; the implementation 'triton' serves recurrences without the delta rule"
     if has_decay_per_channel(record):
         yield "decay: got gates per key channel, the kernel reads gates per head"
     dtypes = {str(x.dtype) for x in (record.query, record.key, record.value)}
@@ -64,21 +62,45 @@ def _gradient_refusal_reasons(record: LinearRecurrence) -> Iterable[str]:
     if record.value.shape[3] not in VALUE_DIMS_WITH_GRADIENTS:
         wants = " and ".join(map(str, VALUE_DIMS_WITH_GRADIENTS))
         yield f"value: got head dimension {record.value.shape[3]}, the kernels of gradients want {wants}"
-    if record.value.shape[2] != num_state_heads(record):
-        yield f"value: got {record.value.shape[2]} heads, the kernels of gradients want {num_state_heads(record)}"
+
+
+def _refusal_reasons_with_delta(record: LinearRecurrence) -> Iterable[str]:
+    if record.beta is None:
+        yield "beta: got None; the implementation 'cuda_chunked' serves recurrences without the delta rule"
+    yield from _refusal_reasons(record)
+
+
+def _gradient_refusal_reasons_with_delta(record: LinearRecurrence) -> Iterable[str]:
+    if record.beta is None:
+        yield "beta: got None; the implementation 'cuda_chunked' serves recurrences without the delta rule"
+    yield from _gradient_refusal_reasons(record)
+
+
+def _num_blocks(record: LinearRecurrence) -> int:
+    """Returns the blocks of a scan, each of which scans its row alone."""
+    return record.query.shape[0] * num_state_heads(record) * (record.value.shape[3] // VALUE_CHANNELS_PER_BLOCK)
 
 
 def _priority(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> int:
     """Returns a priority between Triton's chunked kernels, 10, and decode steps, 20; below Triton's if too few blocks
-    are busy with rows that are long: a block scans its row alone.
+    are busy.
     """
-    blocks = record.query.shape[0] * num_state_heads(record) * (record.value.shape[3] // VALUE_CHANNELS_PER_BLOCK)
-    has_short_rows = record.query.shape[1] <= MAX_SHORT_ROW_TOKENS and blocks >= MIN_BLOCKS_FOR_SHORT_ROWS
-    return 15 if has_short_rows or blocks >= MIN_BUSY_BLOCKS_PER_WAVE * cdiv(blocks, HOPPER_MULTIPROCESSORS) else 5
+    blocks = _num_blocks(record)
+    return 15 if blocks >= MIN_BUSY_BLOCKS_PER_WAVE * cdiv(blocks, HOPPER_MULTIPROCESSORS) else 5
 
 
-def _make_requires(extra_reasons: Callable[[LinearRecurrence], Iterable[str]]) -> Requires:
-    return cuda_requires(HOPPER_COMPUTE_CAPABILITY, {"bfloat16"}, handles=HANDLED_FIELDS, extra_reasons=extra_reasons)
+def _priority_with_delta(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> int:
+    """Returns `_priority`, which with the delta rule is above Triton's for fewer blocks too where rows are short."""
+    has_short_rows = record.query.shape[1] <= MAX_SHORT_ROW_TOKENS
+    if has_short_rows and _num_blocks(record) >= MIN_BLOCKS_FOR_SHORT_ROWS:
+        return 15
+    return _priority(record, device, direction)
+
+
+def _make_requires(
+    extra_reasons: Callable[[LinearRecurrence], Iterable[str]], handles: frozenset[str] = HANDLED_FIELDS
+) -> Requires:
+    return cuda_requires(HOPPER_COMPUTE_CAPABILITY, {"bfloat16"}, handles=handles, extra_reasons=extra_reasons)
 
 
 IMPLEMENTATIONS = (
@@ -88,11 +110,24 @@ IMPLEMENTATIONS = (
         platform="cuda",
         forward="ejkernel_cuda.delta_rule.forward:forward",
         backward="ejkernel_cuda.delta_rule.backward:backward",
+        gradients=DIFFERENTIABLE_FIELDS | {"beta"},
+        paired=True,
+        requires=_make_requires(_refusal_reasons_with_delta, HANDLED_FIELDS | {"beta"}),
+        backward_requires=_make_requires(_gradient_refusal_reasons_with_delta, HANDLED_FIELDS | {"beta"}),
+        priority=_priority_with_delta,
+        cases="ejkernel_cuda.delta_rule.cases:cases",
+    ),
+    Implementation(
+        family="linear_recurrence",
+        name="cuda_chunked",
+        platform="cuda",
+        forward="ejkernel_cuda.delta_rule.forward:forward",
+        backward="ejkernel_cuda.delta_rule.backward:backward",
         gradients=DIFFERENTIABLE_FIELDS,
         paired=True,
         requires=_make_requires(_refusal_reasons),
         backward_requires=_make_requires(_gradient_refusal_reasons),
         priority=_priority,
-        cases="ejkernel_cuda.delta_rule.cases:cases",
+        cases="ejkernel_cuda.delta_rule.cases:cases_without_delta",
     ),
 )

@@ -42,8 +42,8 @@ def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
 def _state_gradients(
     record: LinearRecurrence, cotangent: jax.Array, final_cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the gradients of the tokens' values, with the delta rule without beta, [B, T, H, V], of the states after the chunks
-    [B, H, chunks, V, K], and of the initial states [B, H, K, V].
+    """Returns the gradients of values [B, T, H, V], with the delta rule without their factor beta, of the states after
+    the chunks [B, H, chunks, V, K], and of the initial states [B, H, K, V].
     """
     (rows, tokens, heads, columns), keys, dtype = cotangent.shape, record.query.shape[3], cotangent.dtype
     chunks = cdiv(tokens, CHUNK)
@@ -72,8 +72,8 @@ def _token_gradients(
     dwrites: jax.Array,
     dstates: jax.Array,
 ) -> dict[str, jax.Array]:
-    """Returns the gradients of queries, keys and gates, and with the delta rule of values and beta; those of queries
-    and keys per head of the call, in float32 where heads share them.
+    """Returns the gradients of queries, keys and gates, and with the delta rule of values and beta; all of them per
+    head of the call, those of queries and keys in float32 where heads share them.
     """
     gates, beta = gates_and_beta(record)
     (rows, tokens, heads, _), keys, has_delta = cotangent.shape, record.query.shape[3], record.beta is not None
@@ -87,7 +87,7 @@ def _token_gradients(
         (
             per_head(record.query),
             per_head(record.key),
-            jax.ShapeDtypeStruct(record.value.shape if has_delta else (0,), record.value.dtype),
+            jax.ShapeDtypeStruct(cotangent.shape if has_delta else (0,), record.value.dtype),
             jax.ShapeDtypeStruct(gates.shape, jnp.float32),
             jax.ShapeDtypeStruct(beta.shape, jnp.float32),
         ),

@@ -1,4 +1,4 @@
-"""Conformance cases of the chunked delta rule: head sizes that the kernel is compiled for, in bfloat16."""
+"""Conformance cases of chunked recurrences: head sizes that the kernels are compiled for, in bfloat16."""
 
 from typing import Any
 
@@ -6,6 +6,8 @@ import jax.numpy as jnp
 
 from ejkernel.modules.operations.cases.recurrence import RecurrenceSizes, Row, gate_maker, make_cases
 from ejkernel.modules.operations.gated_delta_rule import GatedDeltaRuleArguments
+from ejkernel.modules.operations.gated_linear_attention import GLAttentionArguments
+from ejkernel.modules.operations.recurrent_attention import RecurrentAttentionArguments
 from ejkernel.ops.model import Case
 
 DEFAULT_SIZES: dict[str, Any] = {"k": 128, "dtype": jnp.bfloat16}
@@ -28,7 +30,34 @@ _CASES: tuple[Row, ...] = (
     ),
 )
 
+_GATED_CASES: tuple[Row, ...] = (
+    (
+        "CUDA chunks, gate of heads",
+        RecurrenceSizes(t=200, h=4, g=2, v=64, **DEFAULT_SIZES),
+        gate_maker("g", "initial_state", return_state=True),
+        ("decay", "initial_state"),
+        (),
+    ),
+)
+_UNGATED_CASES: tuple[Row, ...] = (
+    (
+        "CUDA chunks, no gates",
+        RecurrenceSizes(t=65, h=2, g=2, v=128, **DEFAULT_SIZES),
+        gate_maker(return_state=True),
+        (),
+        ("awkward",),
+    ),
+)
+
 
 def cases() -> dict[str, tuple[Case, ...]]:
     """Returns the conformance cases of each operation, by its name."""
     return {"gated_delta_rule": make_cases(GatedDeltaRuleArguments, _CASES)}
+
+
+def cases_without_delta() -> dict[str, tuple[Case, ...]]:
+    """Returns the conformance cases of each operation without the delta rule, by its name."""
+    return {
+        "gated_linear_attention": make_cases(GLAttentionArguments, _GATED_CASES),
+        "recurrent_attention": make_cases(RecurrentAttentionArguments, _UNGATED_CASES),
+    }
