@@ -369,18 +369,19 @@ struct TokenGradients {
   // dV = beta dY, and <dY, V> of the warp's rows.
   __device__ __forceinline__ void store_value_gradients() const {
     constexpr int kLanes = V / 8, kRowsAtOnce = 32 / kLanes;
+    const int first = warp * 16 + lane / kLanes, column = lane % kLanes;
+    const int64_t token = int64_t(row) * call.tokens + first_token + first;
+    const int value_head = head / (call.heads / call.value_heads);
+    const __nv_bfloat16* from = call.value + (token * call.value_heads + value_head) * V + column * 8;
+    __nv_bfloat16* to = call.dvalue + (token * call.heads + head) * V + column * 8;
 #pragma unroll
     for (int i = 0; i < 16 / kRowsAtOnce; ++i) {
-      const int at = warp * 16 + i * kRowsAtOnce + lane / kLanes, column = lane % kLanes;
+      const int at = first + i * kRowsAtOnce;
       const uint4 dy = *reinterpret_cast<const uint4*>(memory + L::kDwrites + column / 8 * kTileBytes + at * 128 +
                                                        ((column % 8 ^ (at & 7)) << 4));
       uint4 value = {0, 0, 0, 0};
-      const int value_head = head / (call.heads / call.value_heads);
-      const int64_t token = int64_t(row) * call.tokens + first_token + at;
       const bool valid = is_token(at);
-      if (valid) {
-        value = *reinterpret_cast<const uint4*>(call.value + (token * call.value_heads + value_head) * V + column * 8);
-      }
+      if (valid) value = *reinterpret_cast<const uint4*>(from);
       float sum = product(dy, value);
 #pragma unroll
       for (int lanes = 1; lanes < kLanes; lanes *= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
@@ -390,8 +391,9 @@ struct TokenGradients {
         return pack(beta * __uint_as_float(pair << 16), beta * __uint_as_float(pair & 0xFFFF0000u));
       };
       if (valid) {
-        *reinterpret_cast<uint4*>(call.dvalue + token_index(at) * V + column * 8) = {scaled(dy.x), scaled(dy.y), scaled(dy.z), scaled(dy.w)};
+        *reinterpret_cast<uint4*>(to) = {scaled(dy.x), scaled(dy.y), scaled(dy.z), scaled(dy.w)};
       }
+      from += kRowsAtOnce * call.value_heads * V, to += kRowsAtOnce * call.heads * V;
     }
     __syncwarp();
   }

@@ -39,12 +39,12 @@ _GATED_CASES: tuple[Row, ...] = (
         (),
     ),
 )
-_UNGATED_CASES: tuple[Row, ...] = (
+_CONSTANT_GATE_CASES: tuple[Row, ...] = (
     (
-        "CUDA chunks, no gates",
+        "CUDA chunks, constant gates of heads",
         RecurrenceSizes(t=65, h=2, g=2, v=128, **DEFAULT_SIZES),
-        gate_maker(return_state=True),
-        (),
+        gate_maker("g_gamma", return_state=True),
+        ("decay",),
         ("awkward",),
     ),
 )
@@ -59,5 +59,5 @@ def cases_without_delta() -> dict[str, tuple[Case, ...]]:
     """Returns the conformance cases of each operation without the delta rule, by its name."""
     return {
         "gated_linear_attention": make_cases(GLAttentionArguments, _GATED_CASES),
-        "recurrent_attention": make_cases(RecurrentAttentionArguments, _UNGATED_CASES),
+        "recurrent_attention": make_cases(RecurrentAttentionArguments, _CONSTANT_GATE_CASES),
     }
