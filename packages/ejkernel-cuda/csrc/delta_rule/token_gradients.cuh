@@ -374,7 +374,7 @@ struct TokenGradients {
     const int value_head = head / (call.heads / call.value_heads);
     const __nv_bfloat16* from = call.value + (token * call.value_heads + value_head) * V + column * 8;
     __nv_bfloat16* to = call.dvalue + (token * call.heads + head) * V + column * 8;
-#pragma unroll
+#pragma unroll 4  // more loads at once would spill
     for (int i = 0; i < 16 / kRowsAtOnce; ++i) {
       const int at = first + i * kRowsAtOnce;
       const uint4 dy = *reinterpret_cast<const uint4*>(memory + L::kDwrites + column / 8 * kTileBytes + at * 128 +
