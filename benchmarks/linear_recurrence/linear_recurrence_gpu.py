@@ -283,6 +283,8 @@ def contenders(cell: Cell, record: LinearRecurrence, options: argparse.Namespace
         if options.candidates:
             for config in space.candidates(record, current_device(), "forward"):
                 found[str(config)] = kernel(name, config)
+    if options.only in "cuda" and cell.documents == 0 and cell.kind in ("lightning", "gate a head", "gated delta"):
+        found["ejkernel cuda"] = kernel("cuda_chunked" if record.beta is None else "cuda_delta", None)
     if options.only in "xla":
         found["ejkernel xla"] = _xla(record)
     return found
@@ -355,7 +357,7 @@ def main() -> None:
             "--stages": "the kernels one by one, with many tiles",
         },
         {
-            "--only": ("", "triton, xla or fla; without it all"),
+            "--only": ("", "triton, cuda, xla or fla; without it all"),
             "--cells": ("", "kinds, separated by commas; without it all"),
         },
     )
