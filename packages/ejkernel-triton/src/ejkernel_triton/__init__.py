@@ -11,6 +11,7 @@ from ejkernel.ops import hookimpl
 from ejkernel.ops.model import Implementation
 from ejkernel_triton import (
     causal_convolution,
+    cross_entropy,
     expert_routing,
     gated_grouped_matmul,
     gather_reduce,
@@ -45,4 +46,5 @@ def ejkernel_implementations() -> tuple[Implementation, ...]:
         *gather_reduce.implementations(),
         *expert_routing.implementations(),
         *gated_grouped_matmul.implementations(),
+        *cross_entropy.implementations(),
     )

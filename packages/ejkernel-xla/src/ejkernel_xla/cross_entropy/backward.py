@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.families.cross_entropy import logit_gradient_factors
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.cross_entropy.config import LogitBlocks
 from ejkernel_xla.cross_entropy.kernels import gradients
@@ -27,13 +28,14 @@ def backward(pullback: Pullback, config: LogitBlocks) -> dict[str, jax.Array]:
     saved = {name: getattr(pullback.residuals, name) for name in sorted(pullback.grad_fields)}
     if all(gradient is not None for gradient in saved.values()):
         return {name: (gradient * loss_cotangent).astype(gradient.dtype) for name, gradient in saved.items()}
-    factors = gradients.logit_gradient_factors(
+    factors = logit_gradient_factors(
         record, pullback.output[1], loss_cotangent, jnp.zeros(()) if record.sum_over_tokens else lse_cotangent
     )
     scale = jnp.max(factors.scale, initial=jnp.finfo(factors.scale.dtype).tiny)
 
     def add(span: AxisSpan, sums: Any) -> Any:
-        return gradients.add_tokens(sums, select_tokens(record, span), factors.cut(span), span, scale, config.block_v)
+        part_factors = factors.select_tokens(span.start, span.size)
+        return gradients.add_tokens(sums, select_tokens(record, span), part_factors, span, scale, config.block_v)
 
     sums = loop_over_spans(
         record.weights.shape[0], config.block_t, add, gradients.zero_gradients(record, pullback.grad_fields)

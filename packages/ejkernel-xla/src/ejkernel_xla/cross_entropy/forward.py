@@ -4,7 +4,15 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ejkernel.families.cross_entropy import FAMILY, CrossEntropy, CrossEntropyResiduals, accumulator, vocabulary
+from ejkernel.families.cross_entropy import (
+    FAMILY,
+    CrossEntropy,
+    CrossEntropyResiduals,
+    accumulator,
+    logit_gradient_factors,
+    power_of_two,
+    vocabulary,
+)
 from ejkernel.types.pullback import is_differentiated
 from ejkernel_xla.cross_entropy.config import LogitBlocks
 from ejkernel_xla.cross_entropy.kernels import gradients, statistics
@@ -30,14 +38,14 @@ def forward(record: CrossEntropy, config: LogitBlocks) -> tuple[Any, CrossEntrop
         and is_differentiated()
     )
     grad_fields = frozenset(FAMILY.differentiable) if saves_gradients else frozenset[str]()
-    scale = gradients.power_of_two(jnp.max(jnp.abs(record.weights.astype(dtype)), initial=0))
+    scale = power_of_two(jnp.max(jnp.abs(record.weights.astype(dtype)), initial=0))
 
     def add(span: AxisSpan, carry: Any) -> Any:
         outputs, sums = carry
         part = select_tokens(record, span)
         results = statistics.losses(part, statistics.statistics_of_tokens(part, config.block_v))
         if saves_gradients:
-            factors = gradients.logit_gradient_factors(part, results[1], 1.0, 0.0)
+            factors = logit_gradient_factors(part, results[1], 1.0, 0.0)
             sums = gradients.add_tokens(sums, part, factors, span, scale, config.block_v)
         return tuple(replace_span(whole, x, span, 0) for whole, x in zip(outputs, results, strict=True)), sums
 

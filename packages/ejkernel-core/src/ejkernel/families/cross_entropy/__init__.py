@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from ejkernel.families.contract import Family
+from ejkernel.families.cross_entropy.factors import LogitGradientFactors, logit_gradient_factors, power_of_two
 from ejkernel.families.cross_entropy.record import (
     CrossEntropy,
     CrossEntropyResiduals,
@@ -20,8 +21,11 @@ __all__ = [
     "FAMILY",
     "CrossEntropy",
     "CrossEntropyResiduals",
+    "LogitGradientFactors",
     "accumulator",
     "axes",
+    "logit_gradient_factors",
+    "power_of_two",
     "reference",
     "requests",
     "smoothed_targets",
