@@ -16,6 +16,7 @@ from ejkernel_triton import (
     gated_grouped_matmul,
     gather_reduce,
     grouped_matmul,
+    kl_divergence,
     linear_recurrence,
     paged_attention,
     quantized_matmul,
@@ -47,4 +48,5 @@ def ejkernel_implementations() -> tuple[Implementation, ...]:
         *expert_routing.implementations(),
         *gated_grouped_matmul.implementations(),
         *cross_entropy.implementations(),
+        *kl_divergence.implementations(),
     )
