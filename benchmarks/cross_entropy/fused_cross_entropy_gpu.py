@@ -1,7 +1,7 @@
 """Fused cross-entropy and KL divergence on a GPU: the output layer of Llama 3, and its logits.
 
     python benchmarks/cross_entropy/fused_cross_entropy_gpu.py                 # the tables
-    python benchmarks/cross_entropy/fused_cross_entropy_gpu.py --quick         # fewer sides and rounds
+    python benchmarks/cross_entropy/fused_cross_entropy_gpu.py --quick         # fewer rounds
     python benchmarks/cross_entropy/fused_cross_entropy_gpu.py --candidates    # also configurations worth measuring
     TRITON_INTERPRET=1 python benchmarks/cross_entropy/fused_cross_entropy_gpu.py --check    # no times: anywhere
 
@@ -13,9 +13,12 @@ before.
 """
 
 import argparse
+import dataclasses
 import functools
 import importlib.util
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -57,23 +60,32 @@ def head_step(platform: str) -> Callable[..., Any]:
     return step
 
 
-def configured_steps(arrays: Arrays) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Triton's kernels with every configuration worth measuring."""
+def configured_step(config: Any) -> Callable[..., Any]:
+    """The same by Triton's kernels with a configuration."""
+    (kernel,) = (i for i in registry().implementations[OP.name] if i.name == "triton")
+
+    def step(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> Any:
+        record = OP.lower(OP.arguments(hidden=hidden, lm_head_weight=head, targets=targets))
+        zeros = jnp.zeros(hidden.shape[0])
+        cotangent = (jnp.ones(1), zeros, zeros, zeros)
+        fields = frozenset({"inputs", "lm_head"})
+        start = Pullback(record=record, residuals=None, output=None, cotangent=cotangent, grad_fields=fields)
+        output, gradients = run_both_passes(kernel.function("forward"), kernel.function("backward"), start, config)
+        return output[0][0], (gradients["inputs"], gradients["lm_head"])
+
+    return step
+
+
+def configured_steps(arrays: Arrays, everything: bool) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Triton's kernels with sums in bfloat16, with logits in float32, or with every configuration worth measuring."""
     (kernel,) = (i for i in registry().implementations[OP.name] if i.name == "triton")
     hidden, head, targets = arrays
-    record = OP.lower(OP.arguments(hidden=hidden, lm_head_weight=head, targets=targets))
-    for config in kernel.config.candidates(record, current_device(), "forward"):
-
-        def step(hidden: jax.Array, head: jax.Array, targets: jax.Array, config: Any = config) -> Any:
-            record = OP.lower(OP.arguments(hidden=hidden, lm_head_weight=head, targets=targets))
-            zeros = jnp.zeros(hidden.shape[0])
-            cotangent = (jnp.ones(1), zeros, zeros, zeros)
-            fields = frozenset({"inputs", "lm_head"})
-            start = Pullback(record=record, residuals=None, output=None, cotangent=cotangent, grad_fields=fields)
-            output, gradients = run_both_passes(kernel.function("forward"), kernel.function("backward"), start, config)
-            return output[0][0], (gradients["inputs"], gradients["lm_head"])
-
-        yield str(config), step
+    record, device = OP.lower(OP.arguments(hidden=hidden, lm_head_weight=head, targets=targets)), current_device()
+    default = kernel.config.heuristic(record, device, "forward")
+    yield "ejkernel triton, sums in bfloat16", configured_step(dataclasses.replace(default, float32_sums=False))
+    yield "ejkernel triton, logits in float32", configured_step(dataclasses.replace(default, float32_logits=True))
+    for config in kernel.config.candidates(record, device, "forward") if everything else ():
+        yield str(config), configured_step(config)
 
 
 def three_products(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> Any:
@@ -99,11 +111,10 @@ def float64_step(arrays: Arrays) -> list[np.ndarray]:
 
 def accuracy(options: argparse.Namespace) -> Iterator[list[str]]:
     """One line for each side: relative errors of the loss and the gradients."""
-    arrays = head_inputs(24, 16, 301) if options.check else head_inputs(512, 512, 151936)
+    arrays = head_inputs(24, 16, 301) if options.check else head_inputs(2048, 512, 151936)
     want = float64_step(arrays)
     steps = {f"ejkernel {name}": head_step(name) for name in ("triton", "xla")}
-    if options.candidates or options.check:
-        steps |= dict(configured_steps(arrays))
+    steps |= dict(configured_steps(arrays, options.candidates or options.check))
     for name, step in steps.items():
         loss, gradients = jax.jit(step)(*arrays)
         made = [np.asarray(x.astype(jnp.float32), np.float64) for x in (loss, *gradients)]
@@ -113,6 +124,9 @@ def accuracy(options: argparse.Namespace) -> Iterator[list[str]]:
 def tokamax_step() -> Callable[..., Any]:
     """Tokamax's loss with gradients; on a GPU it has an implementation in XLA."""
     import tokamax
+    from absl import flags
+
+    flags.FLAGS(sys.argv[:1])  # else Tokamax parses the options of this script
 
     def step(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> Any:
         def loss(hidden: jax.Array, head: jax.Array) -> jax.Array:
@@ -128,6 +142,9 @@ def tokamax_step() -> Callable[..., Any]:
 def liger_side(arrays: Arrays) -> Side:
     """Liger's fused loss of PyTorch, with gradients."""
     import torch
+
+    # jax-triton turned Triton's cache off for the whole process, and PyTorch's kernels need one.
+    os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     hidden, head, targets = (torch.from_dlpack(x) for x in arrays)
@@ -151,12 +168,10 @@ def liger_side(arrays: Arrays) -> Side:
 def head_sides(options: argparse.Namespace, arrays: Arrays) -> Iterator[tuple[str, Side]]:
     """The sides of the loss from hidden states."""
     yield "three products", compiled(three_products, *arrays)
-    names = ("triton",) if options.quick else ("triton", "xla")
-    for name in names:
+    for name in ("triton", "xla"):
         yield f"ejkernel {name}", compiled(head_step(name), *arrays)
-    if options.candidates:
-        for name, step in configured_steps(arrays):
-            yield name, compiled(step, *arrays)
+    for name, step in configured_steps(arrays, options.candidates):
+        yield name, compiled(step, *arrays)
     if importlib.util.find_spec("tokamax"):
         yield "tokamax xla", compiled(tokamax_step(), *arrays)
     if importlib.util.find_spec("liger_kernel") and importlib.util.find_spec("torch"):
@@ -238,7 +253,7 @@ def main() -> None:
     options = shared.report.parse_options(
         __doc__,
         {
-            "--quick": "fewer sides and rounds",
+            "--quick": "fewer rounds",
             **shared.report.CANDIDATES_FLAG,
             "--check": "small sizes on any device, no times",
         },

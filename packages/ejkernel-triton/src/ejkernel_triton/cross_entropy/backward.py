@@ -61,14 +61,14 @@ def _logit_gradient(
     (gradient,) = launch(
         cross_entropy_bwd_kernel,
         (
-            logits[None],
             *token_arrays(record),
+            logits[None],
             *entry_arrays(record),
             factors.lse[None],
             factors.softmax_factor[None],
             factors.target_factor[None],
         ),
-        (0 if in_place else ShapeDtype((1, *logits.shape), record.inputs.dtype),),
+        (2 if in_place else ShapeDtype((1, *logits.shape), record.inputs.dtype),),
         batch=1,
         grid=record.weights.shape[0],
         num_warps=config.num_warps,

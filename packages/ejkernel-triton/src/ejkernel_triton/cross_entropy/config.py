@@ -17,6 +17,11 @@ TOKEN_MULTIPLE = 256
 
 BYTES_PER_LOAD = 16
 
+LOADS_PER_THREAD = 4
+"""Loads of a thread at a time, and"""
+MAX_WARPS = 8
+"""warps of a program, if there are as many entries; measured on an H200 (docs/lab/cross_entropy_gpu.md)."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossTiles:
@@ -57,11 +62,9 @@ def heuristic(record: CrossEntropy, device: DeviceInfo, direction: Direction) ->
 
 
 def tile_of_entries(entries: int, itemsize: int, device: DeviceInfo) -> tuple[int, int]:
-    """Returns the entries that a program loads at a time, and its warps: four loads per thread, if there are as many
-    entries.
-    """
-    warp_entries = 4 * (64 if device.vendor == "amd" else 32) * BYTES_PER_LOAD // itemsize
-    num_warps = max(1, min(8, pad_to_power_of_two(entries) // warp_entries))
+    """Returns the entries that a program loads at a time, and its warps."""
+    warp_entries = LOADS_PER_THREAD * (64 if device.vendor == "amd" else 32) * BYTES_PER_LOAD // itemsize
+    num_warps = max(1, min(MAX_WARPS, pad_to_power_of_two(entries) // warp_entries))
     return min(pad_to_power_of_two(entries), num_warps * warp_entries), num_warps
 
 

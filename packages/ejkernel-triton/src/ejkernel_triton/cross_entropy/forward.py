@@ -68,7 +68,7 @@ def token_losses(record: CrossEntropy, logits: jax.Array, config: LossTiles) -> 
     tokens = record.weights.shape[0]
     results = launch(
         cross_entropy_fwd_kernel,
-        (logits[None], *token_arrays(record), *entry_arrays(record)),
+        (*token_arrays(record), logits[None], *entry_arrays(record)),
         (ShapeDtype((1, tokens), jnp.float32),) * 4,
         batch=1,
         grid=tokens,
@@ -91,9 +91,9 @@ def _losses_and_gradient(
     gradient_weights = record.weights.astype(jnp.float32) / token_scale
     results = launch(
         cross_entropy_fwd_bwd_kernel,
-        (logits[None], *token_arrays(record), gradient_weights[None], *entry_arrays(record)),
+        (*token_arrays(record), gradient_weights[None], logits[None], *entry_arrays(record)),
         (
-            0 if in_place else ShapeDtype((1, *logits.shape), record.inputs.dtype),
+            3 if in_place else ShapeDtype((1, *logits.shape), record.inputs.dtype),
             *(ShapeDtype((1, tokens), jnp.float32),) * 4,
         ),
         batch=1,
@@ -106,7 +106,11 @@ def _losses_and_gradient(
 
 
 def token_arrays(record: CrossEntropy) -> tuple[jax.Array, jax.Array]:
-    """Returns targets and weights as the kernels read them."""
+    """Returns targets and weights as the kernels read them.
+
+    They come before the logits: the first array is passed for those that are absent, and logits that are passed twice
+    cannot be replaced without a copy.
+    """
     return record.targets[None], record.weights.astype(jnp.float32)[None]
 
 

@@ -8,9 +8,9 @@ from ejkernel_triton.cross_entropy.kernels.tile import load_token, locate_token,
 
 @triton.jit
 def cross_entropy_bwd_kernel(
-    logits,
     targets,
     weights,
+    logits,
     soft_targets,
     bias,
     lse,

@@ -14,9 +14,9 @@ from ejkernel_triton.cross_entropy.kernels.tile import (
 
 @triton.jit
 def cross_entropy_fwd_kernel(
-    logits,
     targets,
     weights,
+    logits,
     soft_targets,
     bias,
     loss,

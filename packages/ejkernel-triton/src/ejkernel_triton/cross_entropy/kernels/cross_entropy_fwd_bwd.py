@@ -21,10 +21,10 @@ from ejkernel_triton.cross_entropy.kernels.tile import (
 
 @triton.jit
 def cross_entropy_fwd_bwd_kernel(
-    logits,
     targets,
     weights,
     gradient_weights,
+    logits,
     soft_targets,
     bias,
     gradient,

@@ -92,7 +92,7 @@ def add_tile(largest, tile_of_largest, total, expected, mass, rows, start, IS_MA
     tile_largest = tl.max(values, axis=0)
     new_largest = tl.maximum(largest, tile_largest)
     relative = minus_inf_to_zero(new_largest)
-    weights = tl.exp2((values - relative[None, :]) * LOG2E)
+    weights = tl.exp2(values * LOG2E - (relative * LOG2E)[None, :])
     total = total * tl.exp2((largest - relative) * LOG2E) + tl.sum(weights, axis=0)
     tile_of_largest = tl.where(tile_largest > largest, start, tile_of_largest)
     if spec.HAS_SOFT_TARGETS:
@@ -185,7 +185,7 @@ def store_gradient_tile(gradient, rows, target, start, factors, IS_MASKED: tl.co
     lse, softmax_factor, target_factor = factors
     entries = entries_of_tile(start, spec)
     values = load_logits(logits, bias, entries, IS_MASKED, spec)
-    result = tl.exp2((values - lse) * LOG2E) * softmax_factor
+    result = tl.exp2(values * LOG2E - lse * LOG2E) * softmax_factor
     if spec.HAS_SOFT_TARGETS:
         result -= load_targets(soft_targets, entries, IS_MASKED, spec) * target_factor
     else:
