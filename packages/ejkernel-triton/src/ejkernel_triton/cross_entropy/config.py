@@ -19,7 +19,7 @@ BYTES_PER_LOAD = 16
 
 LOADS_PER_THREAD = 4
 """Loads of a thread at a time, and"""
-MAX_WARPS = 8
+MAX_WARPS = 4
 """warps of a program, if there are as many entries; measured on an H200 (docs/lab/cross_entropy_gpu.md)."""
 
 
