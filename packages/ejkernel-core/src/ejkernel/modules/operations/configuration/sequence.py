@@ -183,9 +183,9 @@ class FusedCrossEntropyConfig(_SequenceConfig):
     """Blocks of `fused_cross_entropy`. `None` lets the heuristics decide.
 
     Attributes:
-        block_v: Entries of the vocabulary per block of logits.
+        block_v: Entries of the vocabulary per block of logits, in XLA.
         block_m: Tokens per block.
-        num_warps: No kernel reads it.
+        num_warps: Warps per program.
         num_stages: No kernel reads it.
         checkpoint: No kernel reads it.
         sparse_skip: No kernel reads it.
@@ -201,13 +201,13 @@ class FusedCrossEntropyConfig(_SequenceConfig):
 
 @dataclasses.dataclass(frozen=True)
 class FusedKLDivergenceConfig(_SequenceConfig):
-    """Blocks of `fused_kl_divergence`, which XLA chooses by itself: no kernel reads them.
+    """Blocks of `fused_kl_divergence`, which XLA chooses by itself. `None` lets the heuristics decide.
 
     Attributes:
-        block_v: Entries of the vocabulary per block of logits.
-        block_m: Tokens per block.
+        block_v: No kernel reads it.
+        block_m: No kernel reads it.
         num_warps: Warps per program.
-        num_stages: Software pipeline depth.
+        num_stages: No kernel reads it.
     """
 
     block_v: int | None = None
