@@ -191,7 +191,8 @@ def logits_side(step: Callable[..., Any], logits: jax.Array, donates: bool, *oth
             state[0] = gradient[0]
         return loss
 
-    return Side(run, program.memory_analysis().temp_size_in_bytes)
+    analysis = program.memory_analysis()
+    return Side(run, None if analysis is None else analysis.temp_size_in_bytes)
 
 
 def logits_sides(gradients: bool, logits: jax.Array, targets: jax.Array) -> Iterator[tuple[str, str, float, Side]]:
