@@ -13,7 +13,7 @@ PUBLIC = (
     "ejkernel/compat/*",
     "ejkernel/types/constructors.py",
     "ejkernel/types/visualize.py",
-    "ejkernel/quantization.py",
+    "ejkernel/quantization/*.py",
 )
 """Where users' own functions are, which have as many parameters as the call has arguments."""
 

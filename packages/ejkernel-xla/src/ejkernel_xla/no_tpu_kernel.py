@@ -39,8 +39,8 @@ REASONS_WITHOUT_TPU_KERNEL = {
         "the kernel has no low-rank term of the state's transition, which RWKV-7 needs; it is not written"
     ),
     "paged_attention": (
-        "the kernel needs pages, and this operation's cache has none; `decode_attention` and `page_attention` have "
-        "a kernel"
+        "the kernel needs pages of numbers: a cache without pages goes to `decode_attention` and `page_attention`, "
+        "which have a kernel, and codes of few bits are not looked up in one yet"
     ),
     "recurrent_network": (
         "the products of each step wait for the state before it, so that they and not the memory take the time; "

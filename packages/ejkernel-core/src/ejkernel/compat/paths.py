@@ -18,6 +18,7 @@ _DELTA_RULE_MODULE = "ejkernel.compat.delta_rule"
 _ENGINE_MODULE = "ejkernel.compat.engine"
 _QUANTIZED_ARRAY_MODULE = "ejkernel.compat.quantized_array"
 _QUANTIZATION_RUNTIME_MODULE = "ejkernel.compat.quantization_runtime"
+_TURBOQUANT_MODULE = "ejkernel.quantization.turboquant"
 
 OLD_PATHS = {
     "ejkernel.benchmarks": "ejkernel.compat.benchmarks",
@@ -48,6 +49,10 @@ OLD_PATHS = {
     "ejkernel.ops.utils.serialize": _ENGINE_MODULE,
     "ejkernel.quantization.quantized_array": _QUANTIZED_ARRAY_MODULE,
     "ejkernel.quantization.runtime": _QUANTIZATION_RUNTIME_MODULE,
+    "ejkernel.quantization.turboquant.codebook": _TURBOQUANT_MODULE,
+    "ejkernel.quantization.turboquant.matrices": _TURBOQUANT_MODULE,
+    "ejkernel.quantization.turboquant.ops": _TURBOQUANT_MODULE,
+    "ejkernel.quantization.turboquant.packing": _TURBOQUANT_MODULE,
     "ejkernel.utils": "ejkernel.compat.utils",
     "ejkernel.xla_utils": "ejkernel.compat.xla_utils",
     "ejkernel.xla_utils.shardings": "ejkernel.compat.xla_utils.sharding",

@@ -49,8 +49,7 @@ Small Llama, Qwen3-Next and DeepSeek-V3 models generate the same tokens with bot
 `ragged_page_attention_v3` and `unified_attention`, for DeepSeek-V3 with both versions of
 `multi_latent_ragged_page_attention`, and for Qwen3-Next with `ragged_page_attention_v3`, one request at a time. If two
 Qwen3-Next requests share a batch, the tokens of EasyDeL's server change from run to run with either library. Logits of
-padding differ, as the table of other meanings says of rows with nothing to attend. Caches of TurboQuant are not here
-yet.
+padding differ, as the table of other meanings says of rows with nothing to attend.
 """
 
 NAMES_SECTION = """## Names and signatures

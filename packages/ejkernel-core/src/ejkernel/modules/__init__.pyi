@@ -130,6 +130,14 @@ from ejkernel.modules.operations.ragged_page_attention_v2 import (
     ragged_page_attention as ragged_page_attention,
     ragged_page_attention_v2 as ragged_page_attention_v2,
 )
+from ejkernel.modules.operations.ragged_page_attention_v2_turboquant import (
+    RaggedPageAttentionv2TurboQuant as RaggedPageAttentionv2TurboQuant,
+    ragged_page_attention_v2_turboquant as ragged_page_attention_v2_turboquant,
+)
+from ejkernel.modules.operations.ragged_page_attention_v3_turboquant import (
+    RaggedPageAttentionv3TurboQuant as RaggedPageAttentionv3TurboQuant,
+    ragged_page_attention_v3_turboquant as ragged_page_attention_v3_turboquant,
+)
 from ejkernel.modules.operations.ragged_page_attention_v3 import (
     RaggedPageAttentionv3 as RaggedPageAttentionv3,
     ragged_page_attention_v3 as ragged_page_attention_v3,

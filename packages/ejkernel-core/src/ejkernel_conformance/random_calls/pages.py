@@ -73,7 +73,8 @@ class Batch:
         return tables, unread
 
 
-def _batch(rng: Rng, *, decoding: bool, sequences: int | None = None, value_size: bool = True) -> Batch:
+def draw_batch(rng: Rng, *, decoding: bool, sequences: int | None = None, value_size: bool = True) -> Batch:
+    """Draws a batch of sequences."""
     count = int(rng.integers(1, 7)) if sequences is None else sequences
     lens = np.maximum(rng.integers(0, 200, count), 1 if decoding else 0)
     q_lens = np.ones_like(lens)
@@ -156,11 +157,12 @@ def _caches(rng: Rng, batch: Batch, unread: np.ndarray, value: float = np.nan) -
     return poison(keys, unread, value), poison(values, unread, value)
 
 
-def _starts(batch: Batch, order: np.ndarray) -> np.ndarray:
+def query_starts(batch: Batch, order: np.ndarray) -> np.ndarray:
+    """Returns int32 [N + 1], the first query row of each sequence."""
     return np.concatenate([[0], np.cumsum(batch.q_lens[order])]).astype(np.int32)
 
 
-def _queries(rng: Rng, batch: Batch) -> np.ndarray:
+def draw_queries(rng: Rng, batch: Batch) -> np.ndarray:
     """Returns query rows, of which the last belongs to no sequence."""
     x = normal(rng, (batch.rows, batch.h, batch.d), batch.kind)
     return poison(x, np.arange(batch.rows) == batch.rows - 1)
@@ -168,7 +170,7 @@ def _queries(rng: Rng, batch: Batch) -> np.ndarray:
 
 def page(rng: Rng, op: str = "page_attention") -> Drawn:
     """Draws a call of `page_attention` or `decode_attention`, with one query per sequence."""
-    z, sinks = _batch(rng, decoding=True), some(rng, 0.3)
+    z, sinks = draw_batch(rng, decoding=True), some(rng, 0.3)
     plain, terms = op == "page_attention", _drawn_terms(rng, z)
 
     def values(rng: Rng) -> Arrays:
@@ -197,7 +199,7 @@ def decode(rng: Rng) -> Drawn:
 
 def prefill(rng: Rng) -> Drawn:
     """Draws a call of `prefill_page_attention` with one sequence."""
-    z, sinks = _batch(rng, decoding=False, sequences=1), some(rng, 0.3)
+    z, sinks = draw_batch(rng, decoding=False, sequences=1), some(rng, 0.3)
     rows, terms = int(z.q_lens[0]), _drawn_terms(rng, z, pairs=(2,), prefix=False)
 
     def values(rng: Rng) -> Arrays:
@@ -213,7 +215,7 @@ def prefill(rng: Rng) -> Drawn:
 
 def unified(rng: Rng, writes: bool = False) -> Drawn:
     """Draws a call of `unified_attention` or `chunked_prefill_paged_decode`, which writes new keys and values first."""
-    z, sinks = _batch(rng, decoding=False), some(rng, 0.3)
+    z, sinks = draw_batch(rng, decoding=False), some(rng, 0.3)
     terms = _drawn_terms(rng, z, pairs=(1, 2, 3))
 
     def values(rng: Rng) -> Arrays:
@@ -221,11 +223,11 @@ def unified(rng: Rng, writes: bool = False) -> Drawn:
         tables, unread = z.tables(rng, order)
         # Caches that are written are returned: there infinity is equal to itself.
         keys, held = _caches(rng, z, unread, np.inf if writes else np.nan)
-        arrays = {"queries": _queries(rng, z), "key_cache": keys, "value_cache": held}
+        arrays = {"queries": draw_queries(rng, z), "key_cache": keys, "value_cache": held}
         arrays |= {
             "kv_lens": z.lens[order].astype(np.int32),
             "block_tables": tables,
-            "query_start_loc": _starts(z, order),
+            "query_start_loc": query_starts(z, order),
         }
         arrays |= terms.arrays(rng, z, order)
         if writes:
@@ -243,7 +245,7 @@ def chunked(rng: Rng) -> Drawn:
 
 def version2(rng: Rng) -> Drawn:
     """Draws a call of `ragged_page_attention_v2`, whose cache alternates keys and values."""
-    z, sinks = _batch(rng, decoding=False, value_size=False), some(rng, 0.3)
+    z, sinks = draw_batch(rng, decoding=False, value_size=False), some(rng, 0.3)
     terms = _drawn_terms(rng, z, pairs=(1, 2, 3))
 
     def values(rng: Rng) -> Arrays:
@@ -251,9 +253,9 @@ def version2(rng: Rng) -> Drawn:
         tables, unread = z.tables(rng, order)
         pages = np.stack(_caches(rng, z, unread), axis=3).reshape(z.pages, z.slots, -1, z.d)
         lens = {"kv_lens": z.lens[order].astype(np.int32), "block_tables": tables}
-        lens |= {"query_start_loc": _starts(z, order), "num_seqs": np.int32(len(order))}
+        lens |= {"query_start_loc": query_starts(z, order), "num_seqs": np.int32(len(order))}
         return {
-            "queries": _queries(rng, z),
+            "queries": draw_queries(rng, z),
             "kv_pages": pages,
             **lens,
             **_sinks(rng, sinks, z),
@@ -265,7 +267,7 @@ def version2(rng: Rng) -> Drawn:
 
 def version3(rng: Rng) -> Drawn:
     """Draws a call of `ragged_page_attention_v3`, which writes new keys and values into a packed cache."""
-    z, sinks = _batch(rng, decoding=False, value_size=False), some(rng, 0.3)
+    z, sinks = draw_batch(rng, decoding=False, value_size=False), some(rng, 0.3)
     terms = _drawn_terms(rng, z, pairs=(1, 2, 3))
     pack = 4 // z.kind.itemsize
     shape = (cdiv(2 * z.g, pack), pack, cdiv(z.d, 128) * 128)
@@ -277,16 +279,16 @@ def version3(rng: Rng) -> Drawn:
         new = {name: normal(rng, (z.rows, z.g, z.d), z.kind) for name in ("keys", "values")}
         new = {name: poison(x, np.arange(z.rows) == z.rows - 1) for name, x in new.items()}
         lens = {"kv_lens": z.lens[order].astype(np.int32), "block_tables": tables.reshape(-1)}
-        lens |= {"query_start_loc": _starts(z, order), "distribution": np.array([0, 0, len(order)], np.int32)}
+        lens |= {"query_start_loc": query_starts(z, order), "distribution": np.array([0, 0, len(order)], np.int32)}
         more = _sinks(rng, sinks, z) | terms.arrays(rng, z, order)
-        return {"queries": _queries(rng, z), **new, "kv_cache": cache, **lens, **more}
+        return {"queries": draw_queries(rng, z), **new, "kv_cache": cache, **lens, **more}
 
     return Drawn(values, _options(rng, softmax_scale=z.d**-0.5, kv_layout="interleaved", **_lse(rng)))
 
 
 def latent(rng: Rng) -> Drawn:
     """Draws a call of `multi_latent_ragged_page_attention` or its second version."""
-    z = _batch(rng, decoding=False)
+    z = draw_batch(rng, decoding=False)
     sinks, terms = some(rng, 0.2), _drawn_terms(rng, z, pairs=(1, 2, 3))
     r, rope = pick(rng, (64, 128, 512)), pick(rng, (16, 64))
     pack = 4 // z.kind.itemsize
@@ -301,7 +303,7 @@ def latent(rng: Rng) -> Drawn:
         made = {name: normal(rng, shape, z.kind) for name, shape in shapes.items()}
         made = {name: poison(x, np.arange(rows) == rows - 1) for name, x in made.items()}
         lens = {"kv_lens": z.lens[order].astype(np.int32), "block_tables": tables.reshape(-1)}
-        lens |= {"query_start_loc": _starts(z, order), "distribution": np.array([0, 0, len(order)], np.int32)}
+        lens |= {"query_start_loc": query_starts(z, order), "distribution": np.array([0, 0, len(order)], np.int32)}
         more = _sinks(rng, sinks, z) | terms.arrays(rng, z, order)
         return {**made, "kv_cache": cache.reshape(z.pages, z.slots // pack, pack, lanes), **lens, **more}
 
@@ -310,7 +312,7 @@ def latent(rng: Rng) -> Drawn:
 
 def ragged_decode(rng: Rng) -> Drawn:
     """Draws a call of `ragged_decode_attention`, with one query per row over a range of keys."""
-    z, sinks, s = _batch(rng, decoding=True), some(rng, 0.3), int(rng.integers(1, 300))
+    z, sinks, s = draw_batch(rng, decoding=True), some(rng, 0.3), int(rng.integers(1, 300))
     count, terms = len(z.lens), _drawn_terms(rng, z, prefix=False)
 
     def values(rng: Rng) -> Arrays:

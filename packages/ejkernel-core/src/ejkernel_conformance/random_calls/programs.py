@@ -11,7 +11,7 @@ import numpy as np
 
 from ejkernel.ops.model import Op
 from ejkernel.ops.plugins import registry
-from ejkernel_conformance.random_calls import dense, experts, losses, pages, recurrences
+from ejkernel_conformance.random_calls import codes, dense, experts, losses, pages, recurrences
 from ejkernel_conformance.random_calls.draws import Drawn, Rng, harmless
 
 DRAWN: dict[str, Callable[[Rng], Drawn]] = {
@@ -50,7 +50,9 @@ DRAWN: dict[str, Callable[[Rng], Drawn]] = {
     "ragged_decode_attention": pages.ragged_decode,
     "ragged_gated_delta_rule": recurrences.ragged_delta,
     "ragged_page_attention_v2": pages.version2,
+    "ragged_page_attention_v2_turboquant": codes.version2,
     "ragged_page_attention_v3": pages.version3,
+    "ragged_page_attention_v3_turboquant": codes.version3,
     "recurrent_attention": recurrences.recurrent,
     "reduce_scatter_matmul": experts.reduce_scatter_product,
     "ring_attention": functools.partial(dense.flash, op="ring_attention"),

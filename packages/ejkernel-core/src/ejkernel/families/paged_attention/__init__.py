@@ -58,6 +58,9 @@ def axes(record: PagedAttention) -> dict[str, Any]:
     pages = " ".join(pages if record.block_tables is not None else pages.replace("p", "r"))
     values = pages.replace("d", "v")
     written = () if record.new_keys is None else (pages,) if record.value_pages is None else (pages, values)
+    of_codes = {} if record.code_bits is None else _axes_of_codes(record)
+    if of_codes and written:
+        written = tuple(of_codes[name] for name in paged_cache.NEW_CODES_BY_PAGES if getattr(record, name) is not None)
     return {
         "query": f"{rows} h d",
         "key_pages": pages,
@@ -73,8 +76,23 @@ def axes(record: PagedAttention) -> dict[str, Any]:
         "qq_bias": ("", "pairs", "i j", "r i j")[0 if record.qq_bias is None else record.qq_bias.ndim],
         "new_keys": "t g d",
         "new_values": "t g v",
+        **of_codes,
         "output": (f"{rows} h v", f"{rows} h", *written),
     }
+
+
+def _axes_of_codes(record: PagedAttention) -> dict[str, str]:
+    """Returns axis letters of pages, new tokens and codebooks of a cache of codes."""
+    sizes = {
+        "key_pages": " key_bytes",
+        "key_signs": " sign_bytes",
+        "key_norms": " norms",
+        "value_pages": " value_bytes",
+        "value_norms": "",
+    }
+    new = {paged_cache.NEW_CODES_BY_PAGES[name]: f"t g{size}" for name, size in sizes.items()}
+    codebooks = {"key_codebook": "key_levels", "value_codebook": "value_levels"}
+    return {**{name: f"p s g{size}" for name, size in sizes.items()}, **new, **codebooks}
 
 
 def requests(record: PagedAttention) -> tuple[dict[str, Any], ...]:

@@ -14,6 +14,7 @@ from jax import lax
 
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.paged_attention.record import PagedAttention
+from ejkernel.planning import turboquant
 
 COMBINED_LAYOUT = "pshcd"
 """The layout in which one array holds keys (component 0) and values (component 1)."""
@@ -23,6 +24,18 @@ LATENT_LAYOUT = "psd"
 
 LANES = 128
 """Numbers in a row of a combined cache, or a multiple; keys and values of 64 share a row."""
+
+NEW_TOKENS_BY_PAGES = {"key_pages": "new_keys", "value_pages": "new_values"}
+"""Pages -> what is written to them, of caches with keys and values apart."""
+
+NEW_CODES_BY_PAGES = {
+    "key_pages": "new_keys",
+    "key_signs": "new_key_signs",
+    "key_norms": "new_key_norms",
+    "value_pages": "new_values",
+    "value_norms": "new_value_norms",
+}
+"""The same of caches of codes, in the order in which the written pages are returned."""
 
 LAYOUTS = ("pshd", "phsd", "hpsd", COMBINED_LAYOUT, LATENT_LAYOUT)
 """Orders of a cache's axes, a letter each: page, slot, head, component, size."""
@@ -54,6 +67,8 @@ def value_head_dim(record: PagedAttention) -> int:
     """Returns size of a value, and of the output."""
     if record.latent is not None:
         return record.latent[0]
+    if record.code_bits is not None and record.value_pages is not None:
+        return record.value_pages.shape[-1] * 8 // record.code_bits[1]
     return record.query.shape[-1] if record.value_pages is None else record.value_pages.shape[-1]
 
 
@@ -195,12 +210,14 @@ def load_keys_and_values(
         head: int32 KV heads, broadcastable with both.
 
     Returns:
-        Keys [..., D] and values [..., Dv] in the caches' dtypes.
+        Keys [..., D] and values [..., Dv] in the caches' dtypes; of codes in that of scores.
     """
     if record.latent is not None:
         page, slot, _ = jnp.broadcast_arrays(page, slot, head)
         rows_at = record.key_pages.at[page, slot].get(mode="fill", fill_value=0)
         return _latent_keys(record, rows_at), rows_at[..., : record.latent[0]]
+    if record.code_bits is not None:
+        return decode_keys_and_values(record, (page, slot, head))
     places = {"p": page, "s": slot, "h": head}
 
     def load_component(pages: jax.Array, component: int, size: int) -> jax.Array:
@@ -211,6 +228,37 @@ def load_keys_and_values(
     return load_component(record.key_pages, 0, record.query.shape[-1]), load_component(
         values, 1, value_head_dim(record)
     )
+
+
+def decode_keys_and_values(record: PagedAttention, index: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    """Returns keys [..., D] and values [..., Dv] of a cache of codes, in the dtype in which scores are accumulated.
+
+    Args:
+        record: The record.
+        index: Page, slot and head of each token, broadcastable; 0 is returned where the page is none of the cache.
+    """
+    dtype = jnp.promote_types(record.query.dtype, jnp.float32)
+    key_bits, value_bits = record.code_bits or (0, 0)
+
+    def load(name: str) -> jax.Array:
+        return _required_field(record, name).at[index].get(mode="fill", fill_value=0)
+
+    signs = None if record.key_signs is None else load("key_signs")
+    keys = turboquant.decode_keys(
+        load("key_pages"), signs, load("key_norms").astype(dtype), _required_field(record, "key_codebook"), key_bits
+    )
+    values = turboquant.decode_vectors(
+        load("value_pages"), load("value_norms").astype(dtype), _required_field(record, "value_codebook"), value_bits
+    )
+    return keys, values
+
+
+def _required_field(record: PagedAttention, name: str) -> jax.Array:
+    """Returns an array that a cache of codes has to have."""
+    value = getattr(record, name)
+    if value is None:
+        raise ValueError(f"{name}: got None, wants an array with code_bits={record.code_bits}")
+    return value
 
 
 def _latent_keys(record: PagedAttention, rows: jax.Array) -> jax.Array:
@@ -243,13 +291,18 @@ def write_new_tokens(record: PagedAttention) -> tuple[PagedAttention, tuple[jax.
         )
         pages = (stored.at[at].set(tokens, mode="drop").reshape(shape),)
         return _without_new_tokens(record, key_pages=pages[0]), pages
-    pairs = ((record.key_pages, record.new_keys), (record.value_pages, record.new_values))
-    keys, values = (x.at[at].set(new.astype(x.dtype), mode="drop") for x, new in pairs if x is not None)
-    return _without_new_tokens(record, key_pages=keys, value_pages=values), (keys, values)
+    new_by_pages = NEW_TOKENS_BY_PAGES if record.code_bits is None else NEW_CODES_BY_PAGES
+    stored = {pages: x for pages in new_by_pages if (x := getattr(record, pages)) is not None}
+    written = {
+        pages: x.at[at].set(_required_field(record, new_by_pages[pages]).astype(x.dtype), mode="drop")
+        for pages, x in stored.items()
+    }
+    return _without_new_tokens(record, **written), tuple(written.values())
 
 
 def _without_new_tokens(record: PagedAttention, **pages: Any) -> PagedAttention:
-    return dataclasses.replace(record, new_keys=None, new_values=None, **pages)
+    unwritten = {name: None for name in NEW_CODES_BY_PAGES.values() if getattr(record, name) is not None}
+    return dataclasses.replace(record, **unwritten, **pages)
 
 
 def _combined_cache_shape(pages: jax.Array) -> tuple[int, ...]:

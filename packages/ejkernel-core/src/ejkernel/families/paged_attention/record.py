@@ -19,7 +19,8 @@ class PagedAttention:
     Attributes:
         query: [T, H, D] floating.
         key_pages: The cache's keys, axes in the order of `kv_layout`; with `"pshcd"` [P, S, G, 2, L], keys (0) and
-            values (1) of G >= Hk heads in the first D of L lanes; with `"psd"` [P, S, L], latent vectors.
+            values (1) of G >= Hk heads in the first D of L lanes; with `"psd"` [P, S, L], latent vectors. With
+            `code_bits` uint8 [P, S, Hk, bytes], the codes of keys in `"pshd"`, and so with values.
         value_pages: The cache's values, [..., Dv]; None with `"pshcd"` and `"psd"`.
         block_tables: [N, pages per sequence] int; None for one page per sequence, its own.
         kv_lens: [N] int, tokens of each sequence, its queries included.
@@ -44,6 +45,17 @@ class PagedAttention:
         compute_dtype: Queries, keys and values are rounded to it; None for no rounding.
         value_scale: Factor on the output.
         latent: (R, start) of a cache of latent vectors, with `"psd"` alone; Dv is R.
+        code_bits: Bits of a code of keys, and of values, in a cache of TurboQuant's codes
+            (`ejkernel.planning.turboquant`); None for a cache of numbers. The last Q of the D columns of a key are then
+            its signs'.
+        key_signs: uint8 [P, S, Hk, Q / 8], signs of the keys' residuals; None without codes, and for Q = 0.
+        key_norms: [P, S, Hk, 2] floating, norms of the keys and of their residuals.
+        value_norms: [P, S, Hk] floating.
+        key_codebook: [levels] floating, what the codes of keys stand for.
+        value_codebook: [levels] floating.
+        new_key_signs: uint8 [T, Hk, Q / 8] of `new_keys`, which are codes too.
+        new_key_norms: [T, Hk, 2].
+        new_value_norms: [T, Hk].
         shared_prefix: int scalar, tokens that all sequences begin with: they lie in the pages of sequence 0, whatever
             the other tables say, and after them all queries. A kernel may read these pages once for the batch.
     """
@@ -72,6 +84,15 @@ class PagedAttention:
     latent: tuple[int, int] | None = static(default=None)
     shared_prefix: jax.Array | None = None
     chunk_size: int | None = static(default=None)
+    code_bits: tuple[int, int] | None = static(default=None)
+    key_signs: jax.Array | None = None
+    key_norms: jax.Array | None = None
+    value_norms: jax.Array | None = None
+    key_codebook: jax.Array | None = None
+    value_codebook: jax.Array | None = None
+    new_key_signs: jax.Array | None = None
+    new_key_norms: jax.Array | None = None
+    new_value_norms: jax.Array | None = None
 
     def __post_init__(self) -> None:
         _pad_empty_tables(self)

@@ -19,10 +19,15 @@ logit if there is one); a row that belongs to no sequence gives 0 and -inf.
 In a latent cache, `latent = (R, start)`, a token has one row that all query heads share (DeepSeek-V2, 2024,
 arXiv:2405.04434): the first R columns are its value, and they and the D - R columns from `start` on are its key.
 
+With `code_bits`, the cache holds TurboQuant's codes, signs and norms, of which `ejkernel.planning.turboquant` makes the
+keys and values: k_k is |x| codebook[code] and then |r| signs, and v_k is |x| codebook[code]. The query has the columns
+of such keys; operations rotate it, and the output back, once.
+
 If there are new tokens, they are written into the pages first (`paged_cache.write_new_tokens`), and attended to.
 
 Sources: Kwon et al. 2023, arXiv:2309.06180 (paged attention); Milakov & Gimelshein 2018 (online softmax); Press et al.
-2022, arXiv:2108.12409 (alibi); Xiao et al. 2023, arXiv:2309.17453 (sinks).
+2022, arXiv:2108.12409 (alibi); Xiao et al. 2023, arXiv:2309.17453 (sinks); Zandieh et al. 2025, arXiv:2504.19874
+(TurboQuant).
 """
 
 from typing import Any

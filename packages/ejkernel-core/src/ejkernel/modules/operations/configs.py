@@ -28,7 +28,9 @@ from ejkernel.modules.operations.configuration.paged import (
     PrefillPageAttentionConfig,
     RaggedDecodeAttentionConfig,
     RaggedPageAttentionv2Config,
+    RaggedPageAttentionv2TurboQuantConfig,
     RaggedPageAttentionv3Config,
+    RaggedPageAttentionv3TurboQuantConfig,
     UnifiedAttentionConfig,
 )
 from ejkernel.modules.operations.configuration.recurrence import (
@@ -108,7 +110,9 @@ __all__ = [
     "RaggedDecodeAttentionConfig",
     "RaggedGatedDeltaRuleConfig",
     "RaggedPageAttentionv2Config",
+    "RaggedPageAttentionv2TurboQuantConfig",
     "RaggedPageAttentionv3Config",
+    "RaggedPageAttentionv3TurboQuantConfig",
     "RecurrentAttentionConfig",
     "ReduceScatterMatmulConfig",
     "RingAttentionConfig",

@@ -148,6 +148,16 @@ class RaggedPageAttentionv3Config(PagedAttentionConfig):
 
 
 @dataclasses.dataclass(frozen=True)
+class RaggedPageAttentionv2TurboQuantConfig(RaggedPageAttentionv2Config):
+    """Tiles of `ragged_page_attention_v2_turboquant`; fields as in `RaggedPageAttentionv2Config`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RaggedPageAttentionv3TurboQuantConfig(RaggedPageAttentionv3Config):
+    """Tiles of `ragged_page_attention_v3_turboquant`; fields as in `RaggedPageAttentionv3Config`."""
+
+
+@dataclasses.dataclass(frozen=True)
 class MultiLatentRaggedPageAttentionConfig(PagedAttentionConfig):
     """Tiles of `multi_latent_ragged_page_attention`; fields as in `RaggedPageAttentionv3Config`."""
 

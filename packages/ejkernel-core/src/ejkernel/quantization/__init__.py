@@ -55,9 +55,6 @@ __all__ = [
     "unpack_fp8_latents",
 ]
 
-# `ejkernel.quantization.quantized_array` is an old import path below this module, which therefore has to be a package.
-__path__: list[str] = []
-
 QuantizedArrays = tuple[jax.Array, ...]
 """Words and scales; with affine codes their zeros, with nvfp4 and nvfp8 the tensor scale."""
 
