@@ -1,14 +1,17 @@
-"""Prints nothing: operators of tensors in Triton's interpreter give the same bits the second time, when NumPy alone
-computes them.
+"""Operators of tensors in Triton's interpreter give the same bits the second time, when NumPy alone computes them;
+prints nothing.
+
+Where the interpreter is to find overflow, it finds that of the second sum, too.
 """
 
 import operator
 
 import numpy as np
+import pytest
 import triton  # noqa: TID251
 import triton.language as tl  # noqa: TID251
 
-from ejkernel_triton import interpreted_operators, interpreter
+from ejkernel_triton import _compat, interpreted_operators, interpreter
 
 NUMBERS = (3, -2, 2.5, True)
 ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.truediv, operator.mod)
@@ -42,6 +45,16 @@ def record(x_ptr, bits_ptr, size: tl.constexpr):
     seen.append(x_ptr + lanes)
 
 
+@triton.jit
+def multiply(x_ptr, y_ptr):
+    """A product that may overflow."""
+    tl.store(y_ptr, tl.load(x_ptr) * 4)
+
+
+def product(number):
+    return interpreter.run(multiply, [np.array([number], np.int32)], [np.zeros(1, np.int32)], 1, {}, {})
+
+
 def results():
     """Returns the types and the bits of all results of a run."""
     seen.clear()
@@ -60,3 +73,10 @@ for one, other in zip(first, second, strict=True):
     assert one[:4] == other[:4]
     if not one[0].startswith(("pointer", "<['4'], pointer")):
         assert one[4].tobytes() == other[4].tobytes(), (one, other)
+
+builder = _compat._interpreter_module().interpreter_builder
+product(2), product(2**30)
+builder.options = type(builder.options)(sanitize_overflow=True, debug=True)
+product(2)
+with pytest.raises(Exception, match="overflow detected"):
+    product(2**30)

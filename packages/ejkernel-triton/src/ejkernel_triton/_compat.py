@@ -169,7 +169,8 @@ def patch_interpreter() -> None:
     def patch_tensor_with_index_method(tensor: Any, patch_scope: Any) -> None:
         patch_tensor(tensor, patch_scope)
         patch_scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-        interpreted_operators.install(tensor, interpreter.tl.core.constexpr, patch_scope.set_attr)
+        if not interpreter.interpreter_builder.options.sanitize_overflow:  # which looks at every sum and product
+            interpreted_operators.install(tensor, interpreter.tl.core.constexpr, patch_scope.set_attr)
 
     patch_tensor_with_index_method.has_index = True  # type: ignore[attr-defined]
     interpreter._patch_lang_tensor = patch_tensor_with_index_method
