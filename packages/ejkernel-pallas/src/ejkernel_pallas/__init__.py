@@ -12,6 +12,7 @@ from ejkernel_pallas.gpu import paged_attention as gpu_paged_attention
 from ejkernel_pallas.gpu import ring_attention as gpu_ring_attention
 from ejkernel_pallas.gpu import tiled_attention as gpu_tiled_attention
 from ejkernel_pallas.tpu import causal_convolution as tpu_causal_convolution
+from ejkernel_pallas.tpu import collective_matmul as tpu_collective_matmul
 from ejkernel_pallas.tpu import grouped_matmul as tpu_grouped_matmul
 from ejkernel_pallas.tpu import latent_attention as tpu_latent_attention
 from ejkernel_pallas.tpu import linear_recurrence as tpu_linear_recurrence
@@ -34,6 +35,7 @@ def ejkernel_implementations() -> tuple[Implementation, ...]:
         *gpu_paged_attention.implementations(),
         *tpu_tiled_attention.implementations(),
         *tpu_grouped_matmul.implementations(),
+        *tpu_collective_matmul.implementations(),
         *tpu_quantized_matmul.implementations(),
         *tpu_linear_recurrence.implementations(),
         *tpu_causal_convolution.implementations(),

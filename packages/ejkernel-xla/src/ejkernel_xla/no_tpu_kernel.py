@@ -5,10 +5,6 @@ REASONS_WITHOUT_TPU_KERNEL = {
         "the weights of all pairs are an output, and writing them takes more of the memory's time than computing "
         "them; `flash_attention` has a kernel, without weights"
     ),
-    "collective_matmul": (
-        "XLA starts the transfer of a ring step before the product of the step, and waits for it after; a kernel with "
-        "remote copies is not written"
-    ),
     "cross_entropy": (
         "XLA's products with a block of the vocabulary run on the matrix units at their peak; a kernel would save "
         "the pass of each block of logits through HBM, and is not written"

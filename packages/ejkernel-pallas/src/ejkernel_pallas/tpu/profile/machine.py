@@ -82,7 +82,7 @@ class SimulatedCore:
         self._bytes_per_cycle = chip.core_bandwidth / chip.clock_hz
         self._hbm_free = 0.0
         self._link_bytes_per_cycle = chip.link_bandwidth / chip.clock_hz
-        self._link_free = 0.0
+        self._link_free_by_target = collections.defaultdict[int, float](float)
         self._arrivals = collections.defaultdict[int, collections.deque[_PendingCopy]](collections.deque)
         self._operands = operands
         for number, words in operands.items():
@@ -130,8 +130,9 @@ class SimulatedCore:
     ) -> None:
         """Starts a copy between any two memories, possibly of two devices, with a semaphore at either end.
 
-        Neighbours are assumed to run in step: when a copy to one has left, the copy from the other has arrived. The HBM
-        traffic of both is counted, but does not delay other copies.
+        Neighbours are assumed to run in step: when a copy to one has left, the copy from the other has arrived. Copies
+        to one device share a link, and those to another have their own. The HBM traffic of both ends is counted, but
+        does not delay other copies.
         """
         if not target_device_word & _REMOTE_COPY_FLAG:
             self.start_copy(cycle, copy_kind, granules, target_semaphore, 0, 0)
@@ -139,8 +140,9 @@ class SimulatedCore:
         size, (here, _, there) = granules * GRANULE_BYTES, copy_kind.partition("_to_")
         self._count_copy(f"{here}{TO_ICI_SUFFIX}", size)
         self._count_copy(f"{FROM_ICI_PREFIX}{there}", size)
-        self._link_free = max(cycle, self._link_free) + size / self._link_bytes_per_cycle
-        done = self._link_free + self._latencies.dma_write_latency
+        link_free = max(cycle, self._link_free_by_target[target_device_word]) + size / self._link_bytes_per_cycle
+        self._link_free_by_target[target_device_word] = link_free
+        done = link_free + self._latencies.dma_write_latency
         for semaphore in (source_semaphore, target_semaphore):
             slot = semaphore // ALLOCATION_ADDRESS_STRIDE * ALLOCATION_ADDRESS_STRIDE + (
                 semaphore % ALLOCATION_ADDRESS_STRIDE & _SEMAPHORE_NUMBER_MASK

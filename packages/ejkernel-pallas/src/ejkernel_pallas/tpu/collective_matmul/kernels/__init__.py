@@ -1,0 +1,1 @@
+"""Kernels of collective matmul, one per file, and what they share."""
