@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from triton_chips import CHIPS, H200, assert_conforms, assert_fits_and_spills_nothing
+from triton_chips import CHIPS, H200, assert_conforms, assert_fits_and_spills_nothing, run_interpreted
 
 from ejkernel.families.cross_entropy import CrossEntropy
 from ejkernel.ops import dispatch
@@ -20,6 +20,12 @@ TESTS = "(test_value and not eager) or test_gradients or test_gives_gradient or 
 
 def test_conformance():
     assert_conforms(["fused_cross_entropy"], TESTS)
+
+
+def test_vocabularies_over_devices_impossible_entries_and_overlapping_blocks():
+    """Of the divergence, too."""
+    flags = "--xla_force_host_platform_device_count=4"
+    assert run_interpreted("cross_entropy/losses_process.py", XLA_FLAGS=flags) == "right\n"
 
 
 def record_of(tokens, entries, channels=None, dtype=jnp.bfloat16, **options):
