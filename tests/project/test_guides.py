@@ -11,6 +11,7 @@ GUIDES = {
     "training": ("equinox", "flax", "state_space_v2", "kernel_delta_attention", "grouped_matmul"),
     "sharded_training": ("fsdp", "tp", "in_specs", "out_shardings"),
     "recurrent_layers": ("flax", "causal_conv1d", "state_space_v2", "gated_delta_rule", "kernel_delta_attention"),
+    "sparse_training": ("lightning_indexer_dense_loss", "lightning_indexer_loss", "token_sparse_attention", "recall"),
     "serving": ("chunked_prefill_paged_decode",),
     "remat": ("save_only_these_names",),
     "fleet": ("save_recorded", "import"),
@@ -33,11 +34,14 @@ def test_the_libraries_of_the_guides_are_installed_for_the_tests():
         assert f'    "{library}>=' in text
 
 
-def test_the_layers_of_the_guide_are_those_of_the_example():
-    example = (ROOT / "examples" / "layers.py").read_text()
-    text = (ROOT / "docs" / "recurrent_layers.md").read_text()
+@pytest.mark.parametrize(
+    ("guide", "example", "count"), [("recurrent_layers", "layers", 10), ("sparse_training", "sparse_attention", 14)]
+)
+def test_the_classes_and_functions_of_a_guide_are_those_of_its_example(guide, example, count):
+    example = (ROOT / "examples" / f"{example}.py").read_text()
+    text = (ROOT / "docs" / f"{guide}.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     shown = [(block, part) for block in blocks for part in ast.parse(block).body if hasattr(part, "body")]
     classes = [ast.get_source_segment(*x) for x in shown if isinstance(x[1], ast.ClassDef | ast.FunctionDef)]
-    assert len(classes) == 10
+    assert len(classes) == count
     assert all(code in example for code in classes)
