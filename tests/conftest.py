@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from suite import arrays, draws, needs, selection
+from suite import arrays, draws, needs, operations, selection
 from suite.state import SharedStateGuard
 
 # Two runs of a test try the same examples, and a busy machine is no failure.
@@ -16,6 +16,7 @@ settings.register_profile("ejkernel", derandomize=True, database=None, deadline=
 settings.load_profile("ejkernel")
 draws.install()
 arrays.install()
+operations.install()
 
 NOTES = "ejkernel_notes"
 _notes = pytest.StashKey[list[str]]()

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 import triton  # noqa: TID251
 import triton.language as tl  # noqa: TID251
+from suite import interpreted_operators
 
-from ejkernel_triton import _compat, interpreted_operators, interpreter
+from ejkernel_triton import _compat, interpreter
 
 NUMBERS = (3, -2, 2.5, True)
 ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.truediv, operator.mod)
 COMPARISONS = (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne)
 seen = []
+interpreted_operators.install()
 
 
 @triton.jit
@@ -76,7 +78,9 @@ for one, other in zip(first, second, strict=True):
 
 builder = _compat._interpreter_module().interpreter_builder
 product(2), product(2**30)
-builder.options = type(builder.options)(sanitize_overflow=True, debug=True)
+fast = builder.options
+builder.options = type(fast)(sanitize_overflow=True, debug=True)
 product(2)
 with pytest.raises(Exception, match="overflow detected"):
     product(2**30)
+builder.options = fast

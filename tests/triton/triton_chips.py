@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from suite.chips import pair_cases_with_chips
+from suite.servers import run_pytest, run_script
 
 from ejkernel.ops import chips
 from ejkernel.ops.device import DeviceInfo
@@ -19,6 +20,9 @@ CHIPS = {
     "sm_120": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA RTX 5090", compute_capability=12.0),
     "gfx942": DeviceInfo(platform="gpu", vendor="amd", kind="AMD Instinct MI300X"),
 }
+# Triton's interpreter is chosen when it is imported.
+INTERPRETED = {"TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
+SUITE = ("--pyargs", "ejkernel_conformance", "-q", "-p", "no:cacheprovider")
 H200 = CHIPS["sm_90"]
 
 
@@ -54,8 +58,8 @@ def assert_conforms(operations, selection, implementation="triton", *, serves_al
         implementation: Name.
         serves_all: Whether a selected test that dispatch refuses to serve fails; else it is left out.
     """
-    command = ["-m", "pytest", "--pyargs", "ejkernel_conformance", "-q", "-p", "no:cacheprovider"]
-    command += [
+    arguments = [
+        *SUITE,
         f"--ejk-refused={'fail' if serves_all else 'leave-out'}",
         "--ejk-impl",
         implementation,
@@ -63,7 +67,7 @@ def assert_conforms(operations, selection, implementation="triton", *, serves_al
         "-k",
         selection,
     ]
-    ran = _run(command)
+    ran = run_pytest(arguments, **INTERPRETED)
     assert ran.returncode == 0, ran.stdout[-3000:]
     assert " passed" in ran.stdout
     return ran.stdout
@@ -73,9 +77,8 @@ def assert_covers(*transforms):
     """The covering design of the suite passes for some transforms of all Triton kernels, interpreted in one process."""
     every = {i for listed in registry().implementations.values() for i in map(_name_and_platform, listed)}
     names = sorted(name for name, platform in every if platform == "triton")
-    command = ["-m", "pytest", "--pyargs", "ejkernel_conformance", "-q", "-p", "no:cacheprovider"]
-    command += ["--ejk-cover=first", *(f"--ejk-impl={name}" for name in names)]
-    ran = _run([*command, *(f"--ejk-transform={transform}" for transform in transforms)])
+    arguments = [*SUITE, "--ejk-cover=first", *(f"--ejk-impl={name}" for name in names)]
+    ran = run_pytest([*arguments, *(f"--ejk-transform={transform}" for transform in transforms)], **INTERPRETED)
     assert ran.returncode == 0, ran.stdout[-3000:]
     assert " passed" in ran.stdout
 
@@ -86,14 +89,12 @@ def _name_and_platform(implementation):
 
 def run_interpreted(script, **variables):
     """What a script of this folder, named by its path in it, prints where kernels are interpreted."""
-    ran = _run([Path(__file__).parent / script], **variables)
+    path = Path(__file__).parent / script
+    if variables:  # a process that no other test could use
+        environment = {**os.environ, **INTERPRETED, **variables}
+        command = [sys.executable, path]
+        ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900, check=False)
+    else:
+        ran = run_script(path, **INTERPRETED)
     assert ran.returncode == 0, ran.stderr[-3000:]
     return ran.stdout
-
-
-def _run(command, **variables):
-    # Triton's interpreter is chosen when it is imported.
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu", **variables}
-    environment.pop("PYTEST_ADDOPTS", None)
-    command = [sys.executable, *command]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900, check=False)

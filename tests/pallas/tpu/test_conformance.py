@@ -1,10 +1,7 @@
 """The conformance suite on the TPU kernels, interpreted on a CPU; whether they are is read when plugins load."""
 
-import os
-import subprocess
-import sys
-
 import pytest
+from suite.servers import run_pytest
 
 from ejkernel.ops.plugins import registry
 from ejkernel_pallas.tpu.interpret import INTERPRET_VARIABLE
@@ -40,10 +37,7 @@ def test_covering_design():
 
 
 def run_suite(*options):
-    command = [sys.executable, "-m", "pytest", "--pyargs", "ejkernel_conformance", "-q", "-p", "no:cacheprovider"]
-    command += options
-    environment = {**os.environ, INTERPRET_VARIABLE: "1", "JAX_PLATFORMS": "cpu"}
-    environment.pop("PYTEST_ADDOPTS", None)
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900, check=False)
+    arguments = ["--pyargs", "ejkernel_conformance", "-q", "-p", "no:cacheprovider", *options]
+    ran = run_pytest(arguments, **{INTERPRET_VARIABLE: "1", "JAX_PLATFORMS": "cpu"})
     assert ran.returncode == 0, ran.stdout[-3000:]
     assert " passed" in ran.stdout

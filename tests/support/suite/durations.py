@@ -16,6 +16,7 @@ import jax
 import pytest
 
 from suite.selection import CHEAP_SECONDS, COSTS_FILE
+from suite.servers import seconds_of_servers
 
 KIND_BY_JAX_EVENT = {
     "jaxpr_trace_duration": "trace",
@@ -29,7 +30,8 @@ STARTUP_ROW = "imports and collection, of each process that runs tests"
 
 def _processor_seconds() -> tuple[float, float]:
     times = os.times()
-    return times.user + times.system, times.children_user + times.children_system
+    children = times.children_user + times.children_system + seconds_of_servers()
+    return times.user + times.system, children
 
 
 class DurationRecorder:

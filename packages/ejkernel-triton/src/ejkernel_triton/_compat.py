@@ -6,10 +6,8 @@ import importlib
 import inspect
 import os
 import tempfile
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
-
-from ejkernel_triton import interpreted_operators
 
 FP_FUSION_OPTIONS = {"enable_fp_fusion": True}
 """Triton's compile option that fuses multiplications and additions, so that `exp2(x * scale - max)` and running sums
@@ -169,46 +167,15 @@ def patch_interpreter() -> None:
     def patch_tensor_with_index_method(tensor: Any, patch_scope: Any) -> None:
         patch_tensor(tensor, patch_scope)
         patch_scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-        if not interpreter.interpreter_builder.options.sanitize_overflow:  # which looks at every sum and product
-            interpreted_operators.install(tensor, interpreter.tl.core.constexpr, patch_scope.set_attr)
 
     patch_tensor_with_index_method.has_index = True  # type: ignore[attr-defined]
     interpreter._patch_lang_tensor = patch_tensor_with_index_method
-    interpreter._patch_builtin = _builtin_patcher(interpreter)
     interpreter.InterpretedFunction.__call__ = _call_interpreted_function
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     builder = type(interpreter.interpreter_builder)
     builder.unary_op, builder.binary_op = _reject_bfloat16(builder.unary_op), _reject_bfloat16(builder.binary_op)
     _cache_types_and_dtypes(interpreter)
-    _unwrap_plain_values_at_once(interpreter.tl.core)
     _skip_identity_conversions(type(interpreter.interpreter_semantic))
-
-
-def _builtin_patcher(interpreter: Any) -> Callable[[Any, Any, Any], None]:
-    """Returns a function that gives the functions of a module to the interpreter, with one call less in each of them,
-    and that looks for them once per module.
-    """
-    semantic, is_builtin = interpreter.interpreter_semantic, interpreter.tl.core.is_builtin
-    found: dict[Any, list[tuple[str, Any]]] = {}
-
-    def give_semantic(member: Any) -> Any:
-        # Triton's decorator checks that the argument is there, and calls the function that it wraps.
-        function = getattr(member, "__wrapped__", member)
-
-        def call_with_semantic(*args: Any, **kwargs: Any) -> Any:
-            kwargs["_semantic"] = semantic
-            return function(*args, **kwargs)
-
-        return call_with_semantic
-
-    def patch_builtins(package: Any, builder: Any, patch_scope: Any) -> None:
-        if package not in found:
-            members = inspect.getmembers(package)
-            found[package] = [(name, give_semantic(member)) for name, member in members if is_builtin(member)]
-        for name, function in found[package]:
-            patch_scope.set_attr(package, name, function)
-
-    return patch_builtins
 
 
 def _cache_types_and_dtypes(interpreter: Any) -> None:
@@ -232,8 +199,6 @@ def _cache_types_and_dtypes(interpreter: Any) -> None:
 
     def init_tensor_from_cache(tensor: Any, handle: Any, tensor_type: Any) -> None:
         fields = getattr(tensor_type, "_tensor_fields", None)
-        if fields is None and not tensor_type.is_block():
-            fields = tensor_type._tensor_fields = {}
         if fields:
             vars(tensor).update(fields, handle=handle, type=tensor_type)
             return
@@ -248,18 +213,6 @@ def _cache_types_and_dtypes(interpreter: Any) -> None:
 
     language.block_type.__init__, language.tensor.__init__ = init_cached_block_type, init_tensor_from_cache
     interpreter._get_np_dtype = cached_numpy_dtype
-
-
-def _unwrap_plain_values_at_once(core: Any) -> None:
-    """Asks for the type of a value once, not for each kind of value that may hold constants of the compiler."""
-    unwrap, plain = core._unwrap_if_constexpr, {int, float, bool, str, type(None), core.tensor}
-
-    def unwrap_if_constexpr(value: Any) -> Any:
-        if type(value) in plain:
-            return value
-        return value.value if type(value) is core.constexpr else unwrap(value)
-
-    core._unwrap_if_constexpr = unwrap_if_constexpr
 
 
 def _skip_identity_conversions(semantic: Any) -> None:

@@ -4,8 +4,12 @@ For each operator, the interpreter converts the operands to a common type and sh
 converted. This takes ten times longer than the sum or product of small arrays. What it does depends on the operands'
 types alone, and on the value of a Python number. So the first operation of two types is the interpreter's, and NumPy
 computes the same from the operands' arrays. If the two agree bit by bit, NumPy alone computes later ones.
+
+Results are the interpreter's, so this is for tests alone: `suite/servers.py` installs it where kernels are interpreted.
 """
 
+import importlib
+import inspect
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -35,7 +39,7 @@ NUMBERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint
 """The element types that the interpreter holds in arrays of the same type."""
 
 MARK = "is_from_ejkernel"
-"""An attribute of the operators that `install` makes."""
+"""An attribute of what is made here."""
 
 MOST_KNOWN = 4096
 """The pairs of types, and of a type and a number, that are kept for an operator."""
@@ -65,7 +69,89 @@ class _Known:
         return tensor
 
 
-def install(tensor_class: Any, constexpr: Any, set_attribute: Callable[[Any, str, Any], None]) -> None:
+def install() -> None:
+    """Prepares the interpreter of this process for the Triton kernels; does nothing when called again."""
+    compat: Any = importlib.import_module("ejkernel_triton._compat")
+    patch = compat.patch_interpreter
+    if patch.__module__ == __name__:
+        return
+
+    def patch_interpreter() -> None:
+        patch()
+        _make_faster(compat._interpreter_module())
+
+    compat.patch_interpreter = patch_interpreter
+
+
+def _make_faster(interpreter: Any) -> None:
+    core, patch_tensor = interpreter.tl.core, interpreter._patch_lang_tensor
+    if hasattr(patch_tensor, MARK):
+        return
+
+    def patch_tensor_and_operators(tensor_class: Any, patch_scope: Any) -> None:
+        patch_tensor(tensor_class, patch_scope)
+        if not interpreter.interpreter_builder.options.sanitize_overflow:  # which looks at every sum and product
+            _replace_operators(tensor_class, core.constexpr, patch_scope.set_attr)
+
+    vars(patch_tensor_and_operators).update(vars(patch_tensor), **{MARK: True})
+    interpreter._patch_lang_tensor = patch_tensor_and_operators
+    interpreter._patch_builtin = _builtin_patcher(interpreter)
+    _share_types_of_scalars(core.tensor)
+    _unwrap_plain_values_at_once(core)
+
+
+def _builtin_patcher(interpreter: Any) -> Callable[[Any, Any, Any], None]:
+    """Returns a function that gives the functions of a module to the interpreter, with one call less in each of them,
+    and that looks for them once per module.
+    """
+    semantic, is_builtin = interpreter.interpreter_semantic, interpreter.tl.core.is_builtin
+    found: dict[Any, list[tuple[str, Any]]] = {}
+
+    def give_semantic(member: Any) -> Any:
+        # Triton's decorator checks that the argument is there, and calls the function that it wraps.
+        function = getattr(member, "__wrapped__", member)
+
+        def call_with_semantic(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        return call_with_semantic
+
+    def patch_builtins(package: Any, builder: Any, patch_scope: Any) -> None:
+        if package not in found:
+            members = inspect.getmembers(package)
+            found[package] = [(name, give_semantic(member)) for name, member in members if is_builtin(member)]
+        for name, function in found[package]:
+            patch_scope.set_attr(package, name, function)
+
+    return patch_builtins
+
+
+def _share_types_of_scalars(tensor_class: Any) -> None:
+    """Lets scalars share what `ejkernel_triton._compat` shares among blocks."""
+    init_from_cache = tensor_class.__init__
+
+    def init_tensor(tensor: Any, handle: Any, tensor_type: Any) -> None:
+        if not hasattr(tensor_type, "_tensor_fields") and not tensor_type.is_block():
+            tensor_type._tensor_fields = {}
+        init_from_cache(tensor, handle, tensor_type)
+
+    tensor_class.__init__ = init_tensor
+
+
+def _unwrap_plain_values_at_once(core: Any) -> None:
+    """Asks for the type of a value once, not for each kind of value that may hold constants of the compiler."""
+    unwrap, plain = core._unwrap_if_constexpr, {int, float, bool, str, type(None), core.tensor}
+
+    def unwrap_if_constexpr(value: Any) -> Any:
+        if type(value) in plain:
+            return value
+        return value.value if type(value) is core.constexpr else unwrap(value)
+
+    core._unwrap_if_constexpr = unwrap_if_constexpr
+
+
+def _replace_operators(tensor_class: Any, constexpr: Any, set_attribute: Callable[[Any, str, Any], None]) -> None:
     """Replaces the operators of the interpreter's tensors.
 
     Args:
