@@ -11,11 +11,13 @@ from tpu_races import found
 from tpu_records import close, interpreted, simulated
 
 from ejkernel.families.quantized_matmul import QuantizedMatmul, reference
+from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel.planning.quantized_formats import encode, make_format, pack
 from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.quantized_matmul.backward import backward
 from ejkernel_pallas.tpu.quantized_matmul.config import TpuQuantized
 from ejkernel_pallas.tpu.quantized_matmul.forward import forward
+from ejkernel_pallas.tpu.quantized_matmul.spec import make_spec
 
 TILES = TpuQuantized(block_m=16, block_r=128, block_w=128)
 
@@ -71,6 +73,20 @@ def cotangent_of(made):
 def test_values_and_gradients(name):
     made = CASES[name]()
     with interpreted():
+        compare(made, jax.jit(passes)(made, cotangent_of(made)), cotangent_of(made))
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        partial(record, 5, 1056, 150, transpose=True, dtype="bfloat16"),
+        partial(record, 11, 150, 1056, mode="symmetric", dtype="bfloat16", stored="float32"),
+    ],
+)
+def test_values_and_gradients_of_codes_that_are_dequantized_in_pairs(made):
+    made, device = made(), DeviceInfo(platform="tpu", vendor="google", kind="TPU v6 lite")
+    with interpreted(), target_device(device):
+        assert make_spec(made, TILES).unpacks_pairs
         compare(made, jax.jit(passes)(made, cotangent_of(made)), cotangent_of(made))
 
 

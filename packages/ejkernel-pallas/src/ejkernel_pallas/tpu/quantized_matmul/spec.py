@@ -18,6 +18,9 @@ from ejkernel_pallas.tpu.generations import has_256_wide_mxu
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.quantized_matmul.config import ROW_PADDING_MULTIPLE, TpuQuantized
 
+MAX_PAIR_ROWS = 64
+"""Rows of x for which codes are dequantized in pairs: each product then has twice as many rows, half of which count."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedSpec:
@@ -35,6 +38,8 @@ class QuantizedSpec:
         precision: Precision of the products.
         rows_and_words_per_product: Rows of words, and words, per product: the width of the matrix unit. More values
             would not fit registers.
+        unpacks_pairs: Whether two codes of a word are dequantized together, as the bfloat16 pair of a 32-bit register
+            element: see `dequantize.dequantize_pair`.
     """
 
     padded_rows: int
@@ -47,6 +52,7 @@ class QuantizedSpec:
     output_dtype: Any
     precision: lax.Precision | None
     rows_and_words_per_product: int
+    unpacks_pairs: bool
 
     @property
     def codes_per_word(self) -> int:
@@ -80,8 +86,10 @@ def make_spec(record: QuantizedMatmul, config: TpuQuantized) -> QuantizedSpec:
     requested_precision = product_precision(record.x.dtype, record.precision)
     exact = requested_precision in (lax.Precision.HIGH, lax.Precision.HIGHEST)
     wide = record.x.dtype == jnp.float32
+    padded_rows = cdiv(record.x.shape[0], ROW_PADDING_MULTIPLE) * ROW_PADDING_MULTIPLE
+    has_wide_mxu = has_256_wide_mxu(current_device().kind)
     return QuantizedSpec(
-        padded_rows=cdiv(record.x.shape[0], ROW_PADDING_MULTIPLE) * ROW_PADDING_MULTIPLE,
+        padded_rows=padded_rows,
         packed_rows=record.packed.shape[0],
         words_per_row=record.packed.shape[1],
         groups_per_row=record.scales.shape[1],
@@ -91,7 +99,13 @@ def make_spec(record: QuantizedMatmul, config: TpuQuantized) -> QuantizedSpec:
         output_dtype=record.x.dtype if record.tensor_scale is None else jnp.dtype(jnp.float32),
         # Mosaic has products in one bfloat16 pass and in six. One pass is exact for bfloat16 operands.
         precision=lax.Precision.HIGHEST if wide and exact else requested_precision if wide else None,
-        rows_and_words_per_product=2 * LANES if has_256_wide_mxu(current_device().kind) else LANES,
+        rows_and_words_per_product=2 * LANES if has_wide_mxu else LANES,
+        # The chips with these matrix units are those whose vector units compute in bfloat16.
+        unpacks_pairs=has_wide_mxu
+        and quantized_format.integers
+        and quantized_format.bits == 4
+        and record.x.dtype == jnp.bfloat16
+        and padded_rows <= min(MAX_PAIR_ROWS, config.block_m),
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.planning.quantized_formats import NF4, Format
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
@@ -19,7 +20,7 @@ from ejkernel_pallas.tpu.quantized_matmul.spec import QuantizedSpec
 
 
 class ScalesAndZeros(NamedTuple):
-    """Scales and zeros of a tile's rows, float32, one per group or one per word.
+    """Scales and zeros of a tile's rows, one per group or one per word: float32, or int32 for `dequantize_pair`.
 
     Attributes:
         scales: The scales.
@@ -67,6 +68,37 @@ def spread_groups_over_words(group_values: jax.Array, first_word: Any, spec: Qua
     word = first_word + lax.broadcasted_iota(jnp.int32, group_values.shape, 1)
     group = lax.shift_right_logical(word, jnp.int32(spec.words_per_group.bit_length() - 1)) & (LANES - 1)
     return jnp.take_along_axis(group_values, group, axis=1, mode="promise_in_bounds")
+
+
+def bfloat16_pairs(x: jax.Array) -> jax.Array:
+    """Returns int32 elements whose halves are both the same float32 number, rounded to bfloat16."""
+    bits = lax.bitcast_convert_type(x.astype(jnp.bfloat16).astype(jnp.float32), jnp.int32)
+    return bits | lax.shift_right_logical(bits, jnp.int32(16))
+
+
+def dequantize_pair(words: jax.Array, n: int, scales_and_zeros: ScalesAndZeros, spec: QuantizedSpec) -> jax.Array:
+    """Returns codes n and n + 4 of every word, of 4 bits each, dequantized in bfloat16: [2 * rows, 128].
+
+    Row 2 i has code n of the words of row i, and row 2 i + 1 their other code: a register's element of 32 bits holds
+    two rows, and every instruction takes both. A code becomes a number without a conversion: the bits 0x4300 | code are
+    the bfloat16 number 128 + code.
+
+    Scales and zeros are rounded to bfloat16, and so are the difference and its product with the scale.
+
+    Args:
+        words: int32 [rows, 128].
+        n: Index of the first code in its word, 0 to 3.
+        scales_and_zeros: `bfloat16_pairs` of the scales and zeros of every word.
+        spec: The kernel's constants.
+    """
+    shift = n * spec.format.bits
+    code = (lax.shift_right_logical(words, jnp.int32(shift)) if shift else words) & 0x000F000F
+    # Exact, as the codes are integers.
+    value = pltpu.bitcast(code | 0x43004300, jnp.bfloat16)
+    value = value - jnp.asarray(128 + (spec.format.symmetric_zero_point or 0), jnp.bfloat16)
+    if scales_and_zeros.zeros is not None:
+        value = value - pltpu.bitcast(scales_and_zeros.zeros, jnp.bfloat16)
+    return value * pltpu.bitcast(scales_and_zeros.scales, jnp.bfloat16)
 
 
 def dequantize_codes(

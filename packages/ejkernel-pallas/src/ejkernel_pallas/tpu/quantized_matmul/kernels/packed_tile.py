@@ -30,8 +30,10 @@ from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, Ref, launch, 
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, zero_outside
 from ejkernel_pallas.tpu.quantized_matmul.kernels.dequantize import (
     ScalesAndZeros,
+    bfloat16_pairs,
     decode_scales,
     dequantize_codes,
+    dequantize_pair,
     make_codebook,
     spread_groups_over_words,
 )
@@ -45,8 +47,8 @@ class QuantizedRefs:
     Attributes:
         x: [block_m, block_r], rows of the left operand; when contracting over words, [codes, block_m, block_w].
         packed_words: int32 [block_r, block_w], a tile of the packed matrix.
-        scales: As stored, [block_r, 128].
-        zeros: Zeros of affine codes, as stored, [block_r, 128].
+        scales: As stored, [block_r, 128], or int32 of `bfloat16_pairs` where codes are dequantized in pairs.
+        zeros: Zeros of affine codes, in the same way.
         codebook: float32 [1, 128], the values of codes that are indices in a table.
         output: [codes, block_m, block_w]; when contracting over words, [block_m, block_r].
         acc: Scratch, float32, with the shape of the output.
@@ -85,7 +87,11 @@ def run_kernel(
     }
     for label, stored in (("scales", record.scales), ("zeros", record.zeros)):
         if stored is not None:
-            inputs[label] = Operand(bitcast_float16_scales(stored), (block[0], LANES), scale_index_map)
+            scale_array = bitcast_float16_scales(stored)
+            if spec.unpacks_pairs:
+                # XLA decodes these: the kernel would decode 128 groups of a row for a tile, which has fewer.
+                scale_array = bfloat16_pairs(decode_scales(scale_array, spec.format))
+            inputs[label] = Operand(scale_array, (block[0], LANES), scale_index_map)
     codebook = make_codebook(spec.format)
     if codebook is not None:
         inputs["codebook"] = resident_operand(codebook)
@@ -154,6 +160,8 @@ def write_accumulator_after_last_tile(refs: QuantizedRefs, is_last_tile: Any) ->
 def load_scales_and_zeros(refs: QuantizedRefs, row: int, size: int, spec: QuantizedSpec) -> ScalesAndZeros:
     """Returns the scales and zeros of `size` rows, beginning at row `row` of the tile; a block has 128 groups."""
     rows = slice(row, row + size)
+    if spec.unpacks_pairs:
+        return ScalesAndZeros(refs.scales[rows, :], None if refs.zeros is None else refs.zeros[rows, :])
     zeros = None if refs.zeros is None else decode_scales(refs.zeros[rows, :], spec.format)
     return ScalesAndZeros(decode_scales(refs.scales[rows, :], spec.format), zeros)
 
@@ -167,8 +175,8 @@ def zero_scales_and_zeros_from(scales_and_zeros: ScalesAndZeros, first: Any, axi
 def make_dequantizer(
     refs: QuantizedRefs, scales_and_zeros: ScalesAndZeros, sub: SubTile, tile: Any, spec: QuantizedSpec
 ) -> Callable[[int], jax.Array]:
-    """Returns a function from n to the values of code n of a subtile's words; its factors are spread once for all
-    codes of a word.
+    """Returns a function from n to the values of code n of a subtile's words, or of pair n of their codes; its factors
+    are spread once for all codes of a word.
     """
     # A block of 128 groups serves `tiles_per_scale_block` tiles of words, a power of two.
     first = (tile & (spec.tiles_per_scale_block - 1)) * spec.blocks.block_w + sub.first_word
@@ -188,6 +196,10 @@ def make_dequantizer(
                 ScalesAndZeros(scales, zeros),
             )
         )
-    return lambda n: jnp.concatenate(
-        [dequantize_codes(words, n, group_scales, codebook, spec) for words, group_scales in groups], axis=1
-    )
+
+    def dequantize(n: int, words: jax.Array, factors: ScalesAndZeros) -> jax.Array:
+        if spec.unpacks_pairs:
+            return dequantize_pair(words, n, factors, spec)
+        return dequantize_codes(words, n, factors, codebook, spec)
+
+    return lambda n: jnp.concatenate([dequantize(n, *group) for group in groups], axis=1)

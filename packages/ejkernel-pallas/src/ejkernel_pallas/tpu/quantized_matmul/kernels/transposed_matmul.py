@@ -3,6 +3,8 @@
 acc [block_m, block_r] += x_n [block_m, block_w] · values_n^T        x_n[:, j] = x[:, codes j + n]
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -11,7 +13,7 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.quantized_matmul import QuantizedMatmul
 from ejkernel_pallas.tpu.mosaic.division import divide
 from ejkernel_pallas.tpu.mosaic.launch import Operand
-from ejkernel_pallas.tpu.mosaic.vectors import LANES, matrix_product, zero_outside
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, deinterleave, matrix_product, zero_outside
 from ejkernel_pallas.tpu.quantized_matmul.kernels.packed_tile import (
     QuantizedRefs,
     load_scales_and_zeros,
@@ -58,11 +60,18 @@ def _kernel(refs: QuantizedRefs, *, spec: QuantizedSpec, num_contracted_tiles: i
             )
         for sub in subtiles(spec, row, size):
             unpack = make_dequantizer(refs, scales_and_zeros, sub, k, spec)
+            words = slice(sub.first_word, sub.first_word + sub.num_words)
             # The products of a word's codes are summed in registers before they are added to VMEM.
-            total = jnp.zeros((spec.blocks.block_m, size), jnp.float32)
-            for n in range(spec.codes_per_word):
-                x = refs.x[n, :, sub.first_word : sub.first_word + sub.num_words]
+            total: Any = 0.0
+            for n in range(spec.codes_per_word // 2 if spec.unpacks_pairs else spec.codes_per_word):
+                x = refs.x[n, :, words]
+                if spec.unpacks_pairs:
+                    x = jnp.concatenate([x, refs.x[n + spec.codes_per_word // 2, :, words]], axis=0)
                 x = zero_outside(x, 0, left - sub.first_word, 1) if ragged else x
                 total += matrix_product(x, unpack(n), (1, 1), spec.precision)
+            if spec.unpacks_pairs:
+                # Even rows of a pair are columns of the first rows of x, odd ones of the others.
+                even, odd = deinterleave(total)
+                total = even[: spec.blocks.block_m] + odd[spec.blocks.block_m :]
             refs.acc[:, row : row + size] += total
     write_accumulator_after_last_tile(refs, k == num_contracted_tiles - 1)
