@@ -38,8 +38,10 @@ def host(compile_on_host):
     return library
 
 
-def make(gates, tokens, *, batch=1, heads=1, query_heads=None, key_heads=None, values=64, state=False, delta=True):
-    """A record in bfloat16, and float32 gates that are none, mild, strong, or -inf for some tokens."""
+def make(
+    gates, tokens, *, batch=1, heads=1, query_heads=None, key_heads=None, values=64, state=False, delta=True, dt=False
+):
+    """A record in bfloat16 with float32 gates: none, mild, strong, or -inf for some tokens; dt also brings a skip."""
     keys = iter(jax.random.split(jax.random.key(tokens), 8))
 
     def normal(*shape):
@@ -55,10 +57,10 @@ def make(gates, tokens, *, batch=1, heads=1, query_heads=None, key_heads=None, v
         decay = jnp.where(normal(*decay.shape) > 1.5, -jnp.inf, decay)
     query, key, value = (x.astype(jnp.bfloat16) for x in (query, key, value))
     initial = normal(batch, heads, 128, values) if state else None
-    beta = beta if delta else None
-    return LinearRecurrence(
-        query=query, key=key, value=value, softmax_scale=0.1, decay=decay, beta=beta, initial_state=initial
-    )
+    fields = {"decay": decay, "initial_state": initial} | ({"beta": beta} if delta else {})
+    if dt:
+        fields |= {"dt": beta, "skip": normal(1, 1, heads)}
+    return LinearRecurrence(query=query, key=key, value=value, softmax_scale=0.1, **fields)
 
 
 def call(function, record, *arrays):
@@ -87,7 +89,7 @@ def run(host, record, stored=(None, None)):
     (batch, tokens), heads, values = record.query.shape[:2], num_state_heads(record), record.value.shape[3]
     output, final = bfloat16(batch, tokens, heads, values), float32(batch, heads, 128, values)
     operands = (record.query, record.key, record.value, record.decay, record.beta, record.initial_state)
-    call(host.delta_rule, record, *operands, output, final, *stored)
+    call(host.delta_rule, record, *operands, output, final, *stored, record.dt, record.skip)
     return as_float64(output), final
 
 
@@ -133,6 +135,7 @@ def error(got, want):
         ("strong", 130, {"batch": 2, "heads": 2, "query_heads": 1, "key_heads": 1, "values": 128}),
         ("-inf", 65, {"heads": 2, "key_heads": 1, "state": True}),
         ("strong", 130, {"values": 128, "state": True, "delta": False}),
+        ("mild", 130, {"heads": 2, "query_heads": 1, "key_heads": 1, "delta": False, "dt": True}),
     ],
 )
 def test_outputs_and_states_match_the_reference(host, gates, tokens, options):

@@ -63,12 +63,14 @@ extern "C" const char* delta_rule(void** a, const int* sizes, float scale) {
   const Sizes& n = *reinterpret_cast<const Sizes*>(sizes);
   DeltaCall call = begin(n, a, scale);
   call.final_states = static_cast<float*>(a[7]);
+  const bool has_delta = call.beta;
+  if (!has_delta) call.beta = static_cast<const float*>(a[10]), call.skip = static_cast<const float*>(a[11]);
   Maps maps;
   describe_inputs(&maps, n, a);
   describe(&maps.output, a[6], n.batch, n.tokens, n.heads * n.values, 32);
   if (a[9]) describe_stored(&maps, n, a[8] ? a[8] : a[6], a[9]);
   return with_constant(a[9], [&](auto stores) {
-    return with_constant(call.beta, [&](auto delta) {
+    return with_constant(has_delta, [&](auto delta) {
       return run<ForwardLayout<stores, delta>>(n, [&] { delta_kernel<stores, delta>(call, maps); });
     });
   });

@@ -1,4 +1,5 @@
-// The XLA FFI handlers of the scans, with the delta rule and without: then beta is an empty array.
+// The XLA FFI handlers of the scans, with the delta rule and without: then beta is an empty array, and tokens may have
+// factors on what they write.
 #include "delta_rule/chunked.cuh"
 #include "delta_rule/handler.cuh"
 #include "delta_rule/reverse.cuh"
@@ -75,30 +76,34 @@ int64_t output_size(const DeltaCall& call, const Inputs& in) {
 }
 
 template <bool StoresStates>
-ffi::Error launch_forward(cudaStream_t stream, const DeltaCall& call, const Maps& maps, int64_t batch) {
-  return call.beta ? launch<ForwardLayout<StoresStates, true>>(stream, delta_kernel<StoresStates, true>, call, maps, batch)
+ffi::Error launch_forward(cudaStream_t stream, const DeltaCall& call, const Maps& maps, int64_t batch, bool has_delta) {
+  return has_delta ? launch<ForwardLayout<StoresStates, true>>(stream, delta_kernel<StoresStates, true>, call, maps, batch)
                    : launch<ForwardLayout<StoresStates, false>>(stream, delta_kernel<StoresStates, false>, call, maps,
                                                                 batch);
 }
 
 ffi::Error delta_rule(cudaStream_t stream, Bf16 query, Bf16 key, Bf16 value, F32 gates, F32 beta, F32 initial,
-                      ffi::Result<Bf16> output, ffi::Result<F32> final, ffi::Result<Bf16> writes,
+                      F32 factors, F32 skip, ffi::Result<Bf16> output, ffi::Result<F32> final, ffi::Result<Bf16> writes,
                       ffi::Result<Bf16> states, float scale) {
   if (output->element_count() == 0) return ffi::Error::Success();
   const Inputs in{query, key, value, gates, beta, initial};
   DeltaCall call{};
   if (!describe_call(&call, in, *final, scale)) return kErrors.invalid_shapes();
   const int64_t batch = query.dimensions()[0];
-  const bool stores = states->element_count() != 0;
+  const bool stores = states->element_count() != 0, has_delta = call.beta != nullptr;
   if (count(*output) != output_size(call, in) ||
-      (stores && (count(*writes) != (call.beta ? count(*output) : 0) || count(*states) != count(*final) * call.chunks))) {
+      (stores && (count(*writes) != (has_delta ? count(*output) : 0) || count(*states) != count(*final) * call.chunks)) ||
+      (factors.element_count() != 0 && (has_delta || stores || count(factors) * call.value_dim != count(*output))) ||
+      (skip.element_count() != 0 && (has_delta || stores || count(skip) != call.heads))) {
     return kErrors.invalid_shapes();
   }
+  if (!has_delta) call.beta = data_or_null(factors), call.skip = data_or_null(skip);
   Maps maps;
-  const char* message = encode_maps(&maps, call, in, &*output, stores && call.beta ? &*writes : nullptr,
+  const char* message = encode_maps(&maps, call, in, &*output, stores && has_delta ? &*writes : nullptr,
                                     stores ? &*states : nullptr);
   if (message) return kErrors.internal("tensor map", message);
-  return stores ? launch_forward<true>(stream, call, maps, batch) : launch_forward<false>(stream, call, maps, batch);
+  return stores ? launch_forward<true>(stream, call, maps, batch, has_delta)
+                : launch_forward<false>(stream, call, maps, batch, has_delta);
 }
 
 // The reverse scan: the output's gradient has the place of the values, and the final states' that of the first ones.

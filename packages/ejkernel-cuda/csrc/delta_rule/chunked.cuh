@@ -1,6 +1,6 @@
 // The forward pass of recurrences with a gate per head, in one kernel:
 //   X^T = beta (V^T - E S^T K^T) T^T,   O^T = E S^T Q^T + X^T A^T,   S^T = E_last S^T + (F X^T) K
-// with E = exp2(G), F = exp2(G_last - G); without the delta rule X = V. The registers of an accumulator are the left operand of the next product, so
+// with E = exp2(G), F = exp2(G_last - G); without the delta rule X = V, or a factor of each token times V. The registers of an accumulator are the left operand of the next product, so
 // nothing of this chain passes through shared memory. For the backward pass the kernel stores S before each chunk, and X.
 #pragma once
 
@@ -132,6 +132,7 @@ struct State : ScanState<L> {
     const uint32_t tiles = block.stage(stage);
     const uint64_t q = swizzled_operand(tiles);
     const float* const gates = block.gates(stage) + t * 2;
+    const float skip = call.skip == nullptr ? 0.0f : __ldg(call.skip + block.head);
     uint32_t left[8][4];
     this->pack_state(left);
     fence_products();
@@ -166,7 +167,11 @@ struct State : ScanState<L> {
     for (int i = 0; i < 4; ++i) multiply_rows(state, decayed[i], columns + i * (16 * 128 / 16));
     commit_products();
     wait_for_products<1>(output);
-    store_output(chunk);
+    this->store_rows(&maps.output, block.shared + L::kOutputOffset + warp * kOutputBytes, chunk, [&](int i, int j) {
+      const int tile = 2 * i + j / 2, pair = j % 2 * 2;
+      const float low = __uint_as_float(values[i][j] << 16), high = __uint_as_float(values[i][j] & 0xFFFF0000u);
+      return pack(output[tile][pair] * call.scale + skip * low, output[tile][pair + 1] * call.scale + skip * high);
+    });
     wait_for_state<0>(state);
     __syncwarp();
     if (lane == 0) arrive(block.stage_free_barrier(stage)), arrive(block.slot_free_barrier(slot.index));

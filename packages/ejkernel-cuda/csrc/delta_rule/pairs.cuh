@@ -20,7 +20,8 @@ constexpr float kMinLog2Gate = -150.0f;  // powers of two, in which exp2 is 0
 
 struct DeltaCall {
   const float* gates;    // [B, T, H], log gates; null without gates
-  const float* beta;     // [B, T, H]; null without the delta rule
+  const float* beta;     // [B, T, H]; without the delta rule, factors on what tokens write, or null
+  const float* skip;     // [H], factors on what tokens' own values add to outputs; not with the delta rule; or null
   const float* initial_states;  // [B, H, K, V]; null for zeros. Of the reverse scan, gradients of the final states
   float* final_states;          // [B, H, K, V]
   int tokens, chunks, heads, query_heads, key_heads, value_heads, value_dim;
@@ -165,7 +166,7 @@ __device__ __forceinline__ void load_gates(const Block<L>& block, const DeltaCal
       const bool valid = token < call.tokens;
       const int64_t at = base + int64_t(token) * call.heads;
       gate[i] = valid && call.gates != nullptr ? __ldg(call.gates + at) : 0.0f;
-      beta[i] = L::kDelta && valid ? __ldg(call.beta + at) : 0.0f;
+      beta[i] = !valid ? 0.0f : L::kDelta || call.beta != nullptr ? __ldg(call.beta + at) : 1.0f;
     }
   };
   fetch(0);
@@ -190,7 +191,8 @@ __device__ __forceinline__ void load_gates(const Block<L>& block, const DeltaCal
     stage_values[32] = betas;
     stage_values[64] = decay;
     stage_values[96] = {betas.x * decay.x, betas.y * decay.y};
-    stage_values[128] = {exp2_fast(last - sums.x), exp2_fast(last - sums.y)};
+    const float2 written = L::kDelta ? float2{1.0f, 1.0f} : betas;
+    stage_values[128] = {exp2_fast(last - sums.x) * written.x, exp2_fast(last - sums.y) * written.y};
     if (lane == 31) reinterpret_cast<float*>(stage_values + 129)[0] = decay.y;
     __syncwarp();
     if (lane == 0) arrive(block.stage_full_barrier(ring.index));
@@ -286,11 +288,13 @@ struct Pairs {
       scores[tile][0] = scores[tile][1] = strictly_lower[tile][0] = strictly_lower[tile][1] = 0;
       if (tile > 2 * warp + 1) continue;
       const float2 column_sums = *reinterpret_cast<const float2*>(gates + tile * 8 + t * 2);
+      [[maybe_unused]] const float2 column_betas = *reinterpret_cast<const float2*>(gates + 64 + tile * 8 + t * 2);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int row = warp * 16 + g + i / 2 * 8, column = tile * 8 + t * 2 + i % 2;
         const float decay = exp2_fast(sums[i / 2] - (i % 2 ? column_sums.y : column_sums.x));
         queries[tile][i] = column <= row ? queries[tile][i] * decay : 0.0f;
+        if constexpr (!L::kDelta) queries[tile][i] *= i % 2 ? column_betas.y : column_betas.x;
         if constexpr (L::kDelta) {
           const float pair = column < row ? keys[tile][i] * decay * betas[i / 2] : 0.0f;
           keys[tile][i] = pair;

@@ -14,6 +14,9 @@ from ejkernel_cuda.requirements import cuda_requires
 HANDLED_FIELDS = frozenset({"decay", "initial_state"})
 """Optional fields that the kernels honour, next to beta."""
 
+HANDLED_FORWARD_FIELDS = HANDLED_FIELDS | {"dt", "skip", "transposed_states"}
+"""Optional fields that the forward kernel honours without the delta rule."""
+
 DIFFERENTIABLE_FIELDS = HANDLED_FIELDS | {"query", "key", "value"}
 
 KEY_DIM = 128
@@ -125,7 +128,7 @@ IMPLEMENTATIONS = (
         backward="ejkernel_cuda.delta_rule.backward:backward",
         gradients=DIFFERENTIABLE_FIELDS,
         paired=True,
-        requires=_make_requires(_refusal_reasons),
+        requires=_make_requires(_refusal_reasons, HANDLED_FORWARD_FIELDS),
         backward_requires=_make_requires(_gradient_refusal_reasons),
         priority=_priority,
         cases="ejkernel_cuda.delta_rule.cases:cases_without_delta",

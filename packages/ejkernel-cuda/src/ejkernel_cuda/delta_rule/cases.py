@@ -4,10 +4,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ejkernel.modules.operations.cases import state_space
 from ejkernel.modules.operations.cases.recurrence import RecurrenceSizes, Row, gate_maker, make_cases
 from ejkernel.modules.operations.gated_delta_rule import GatedDeltaRuleArguments
 from ejkernel.modules.operations.gated_linear_attention import GLAttentionArguments
 from ejkernel.modules.operations.recurrent_attention import RecurrentAttentionArguments
+from ejkernel.modules.operations.state_space_v2 import StateSpaceV2Arguments
 from ejkernel.ops.model import Case
 
 DEFAULT_SIZES: dict[str, Any] = {"k": 128, "dtype": jnp.bfloat16}
@@ -49,6 +51,17 @@ _CONSTANT_GATE_CASES: tuple[Row, ...] = (
     ),
 )
 
+_STATE_SPACE_CASES: tuple[state_space.Row, ...] = (
+    (
+        "CUDA chunks with a state",
+        state_space.StateSpaceSizes(t=130, p=64, e=128, dtype=jnp.bfloat16),
+        ("initial_state",),
+        {},
+        ("decay", "dt", "skip", "initial_state", "transposed_states"),
+        (),
+    ),
+)
+
 
 def cases() -> dict[str, tuple[Case, ...]]:
     """Returns the conformance cases of each operation, by its name."""
@@ -60,4 +73,5 @@ def cases_without_delta() -> dict[str, tuple[Case, ...]]:
     return {
         "gated_linear_attention": make_cases(GLAttentionArguments, _GATED_CASES),
         "recurrent_attention": make_cases(RecurrentAttentionArguments, _CONSTANT_GATE_CASES),
+        "state_space_v2": state_space.make_cases(StateSpaceV2Arguments, _STATE_SPACE_CASES),
     }

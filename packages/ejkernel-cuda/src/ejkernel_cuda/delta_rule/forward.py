@@ -10,6 +10,7 @@ import numpy as np
 
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import LinearRecurrence, num_state_heads
+from ejkernel.families.linear_recurrence.plain_states import forward_with_plain_states
 from ejkernel.types.pullback import is_differentiated
 from ejkernel_cuda.library import register_handler
 
@@ -29,6 +30,7 @@ class DeltaResiduals(NamedTuple):
     states: jax.Array
 
 
+@forward_with_plain_states
 def forward(
     record: LinearRecurrence, config: Any
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[()], DeltaResiduals | None]:
@@ -68,11 +70,11 @@ def run_forward(record: LinearRecurrence, *, stores: bool) -> tuple[jax.Array, j
         # The leading axes of gates may have size 1, so arrays do not batch alike.
         vmap_method="sequential",
     )
-    initial = jnp.zeros(0, jnp.float32) if record.initial_state is None else record.initial_state.astype(jnp.float32)
+    skip = None if record.skip is None else record.skip.reshape(heads)
     output, final_states, writes, states = call(
         *(record.query, record.key, record.value),
         *gates_and_beta(record),
-        initial,
+        *(_float32_or_empty(x) for x in (record.initial_state, record.dt, skip)),
         scale=np.float32(record.softmax_scale),
     )
     return output, final_states, DeltaResiduals(writes, states)
@@ -80,8 +82,11 @@ def run_forward(record: LinearRecurrence, *, stores: bool) -> tuple[jax.Array, j
 
 def gates_and_beta(record: LinearRecurrence) -> tuple[jax.Array, jax.Array]:
     """Returns log gates and beta, [B, T, H] in float32; an empty array for the one that a record does not have."""
-    absent, shape = jnp.zeros(0, jnp.float32), (*record.query.shape[:2], num_state_heads(record))
-    beta = absent if record.beta is None else record.beta.astype(jnp.float32)
-    if record.decay is None:
-        return absent, beta
-    return jnp.broadcast_to(record.decay[..., 0].astype(jnp.float32), shape), beta
+    decay, shape = record.decay, (*record.query.shape[:2], num_state_heads(record))
+    gates = None if decay is None else jnp.broadcast_to(decay[..., 0], shape)
+    return _float32_or_empty(gates), _float32_or_empty(record.beta)
+
+
+def _float32_or_empty(array: jax.Array | None) -> jax.Array:
+    """Returns an array in float32; an empty one for None."""
+    return jnp.zeros(0, jnp.float32) if array is None else array.astype(jnp.float32)
