@@ -1,7 +1,9 @@
 """Conformance cases of chunked recurrences: head sizes that the kernels are compiled for, in bfloat16."""
 
+import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from ejkernel.modules.operations.cases import state_space
@@ -63,6 +65,18 @@ _STATE_SPACE_CASES: tuple[state_space.Row, ...] = (
 )
 
 
+def _with_short_columns(case: Case) -> Case:
+    """Returns a case with B and C of the lengths that normalised keys have: with 128 normal numbers each, outputs are
+    sums of large terms, and the suite's tolerance of an element is below the rounding of a bfloat16 term.
+    """
+
+    def make(key: jax.Array) -> StateSpaceV2Arguments:
+        args = case.make(key)
+        return dataclasses.replace(args, B=args.B * 0.3, C=args.C * 0.09)
+
+    return dataclasses.replace(case, make=make)
+
+
 def cases() -> dict[str, tuple[Case, ...]]:
     """Returns the conformance cases of each operation, by its name."""
     return {"gated_delta_rule": make_cases(GatedDeltaRuleArguments, _CASES)}
@@ -70,8 +84,9 @@ def cases() -> dict[str, tuple[Case, ...]]:
 
 def cases_without_delta() -> dict[str, tuple[Case, ...]]:
     """Returns the conformance cases of each operation without the delta rule, by its name."""
+    state_space_cases = state_space.make_cases(StateSpaceV2Arguments, _STATE_SPACE_CASES)
     return {
         "gated_linear_attention": make_cases(GLAttentionArguments, _GATED_CASES),
         "recurrent_attention": make_cases(RecurrentAttentionArguments, _CONSTANT_GATE_CASES),
-        "state_space_v2": state_space.make_cases(StateSpaceV2Arguments, _STATE_SPACE_CASES),
+        "state_space_v2": tuple(_with_short_columns(case) for case in state_space_cases),
     }
