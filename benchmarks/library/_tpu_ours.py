@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ejkernel.modules import (
+    all_gather_matmul,
     causal_conv1d,
     flash_attention,
     gated_delta_rule,
@@ -24,6 +25,7 @@ from ejkernel.modules import (
     quantized_matmul,
     ragged_gated_delta_rule,
     ragged_page_attention_v2,
+    reduce_scatter_matmul,
     ring_attention,
     state_space_v1,
 )
@@ -102,6 +104,38 @@ def ring(devices: int, kv_heads: int = HEADS, gradient: bool = False) -> Workloa
         min_hbm_bytes=passes * 4 * LENGTH * SIZE * (HEADS + kv_heads),
         mesh_axes={"sp": devices},
         partition_specs=(spec, spec, spec),
+    )
+
+
+def collective(kind: str, devices: int = 4) -> Workload:
+    """A product of Llama 3 70B's feed-forward over devices: 8192 tokens, 8192 wide, 28672 features."""
+    tokens, width, features = 8192, 8192, 28672
+    rows, columns = PartitionSpec("tp"), PartitionSpec(None, "tp")
+
+    def gather(x: Any, y: Any) -> Any:
+        mesh: Any = jax.sharding.get_abstract_mesh()
+        return all_gather_matmul(x, y, "tp", mesh=mesh, platform="pallas")
+
+    def scatter(x: Any, y: Any) -> Any:
+        mesh: Any = jax.sharding.get_abstract_mesh()
+        return reduce_scatter_matmul(x, y, "tp", mesh=mesh, platform="pallas")
+
+    def gradient(y: Any, x: Any) -> Any:
+        return jax.grad(lambda y: gather(x, y).astype(jnp.float32).sum())(y)
+
+    function, shapes, specs = {
+        "all-gather": (gather, ((tokens, width), (width, features)), (rows, columns)),
+        "reduce-scatter": (scatter, ((tokens, features), (width, features)), (columns, columns)),
+        "gradient of the weight": (gradient, ((width, features), (tokens, width)), (columns, rows)),
+    }[kind]
+    elements = (tokens * width + width * features + tokens * features) // devices
+    return Workload(
+        function=function,
+        args=tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes),
+        flops=2 * tokens * width * features / devices,
+        min_hbm_bytes=2 * elements,
+        mesh_axes={"tp": devices},
+        partition_specs=specs,
     )
 
 

@@ -113,6 +113,10 @@ RINGS = tuple(
     case(f"{BOTH} of a ring, {n} KV heads, ejkernel", "ring", OURS, devices=8, kv_heads=n, gradient=True)
     for n in (8, 2)
 )
+COLLECTIVE = tuple(
+    case(f"collective matmul of 4 devices, {kind}, ejkernel", "collective", OURS, kind=kind)
+    for kind in ("all-gather", "reduce-scatter", "gradient of the weight")
+)
 KINDS = ("lightning", "a gate a head", "a gate a channel", "gated delta rule", "KDA")
 RECURRENCES = tuple(
     case(
@@ -184,6 +188,7 @@ ALL = (
     *GATED,
     *QUANTISED,
     *RINGS,
+    *COLLECTIVE,
     *RECURRENCES,
     *STEPS,
     *VECTORS,

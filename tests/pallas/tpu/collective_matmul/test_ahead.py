@@ -65,6 +65,7 @@ def test_a_kernel_computes_products_most_of_the_time_that_it_does_not_wait(kind,
     # Every device sends to both neighbours, in each step but the last, what one stream has.
     sent = 1024 * 2048 * (4 if kind == "scatter" else 2)
     assert kernel.simulation.bytes_sent_to_devices == (DEVICES - 1) * sent
+    assert kernel.simulation.busiest_link_bytes == kernel.simulation.bytes_sent_to_devices / 2
 
 
 @pytest.mark.parametrize("kind", KERNELS)

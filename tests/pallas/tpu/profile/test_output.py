@@ -45,7 +45,9 @@ def printed(report: Report) -> str:
 def test_bytes_sent_to_another_device_are_printed(report, kernel):
     copied = {**kernel.simulation.copied_bytes_by_kind, "hbm_to_ici": 4_000_000, "ici_to_hbm": 4_000_000}
     copies = {**kernel.simulation.num_copies_by_kind, "hbm_to_ici": 1, "ici_to_hbm": 1}
-    simulation = dataclasses.replace(kernel.simulation, copied_bytes_by_kind=copied, num_copies_by_kind=copies)
+    simulation = dataclasses.replace(
+        kernel.simulation, copied_bytes_by_kind=copied, num_copies_by_kind=copies, busiest_link_bytes=4_000_000
+    )
     sending = dataclasses.replace(kernel, simulation=simulation)
     text = printed(dataclasses.replace(report, kernels=(sending,)))
     assert "to the next device   4 MB, 40 µs at 100 GB/s of a link" in text

@@ -83,6 +83,7 @@ class SimulatedCore:
         self._hbm_free = 0.0
         self._link_bytes_per_cycle = chip.link_bandwidth / chip.clock_hz
         self._link_free_by_target = collections.defaultdict[int, float](float)
+        self.bytes_by_target = collections.Counter[int]()
         self._arrivals = collections.defaultdict[int, collections.deque[_PendingCopy]](collections.deque)
         self._operands = operands
         for number, words in operands.items():
@@ -142,6 +143,7 @@ class SimulatedCore:
         self._count_copy(f"{FROM_ICI_PREFIX}{there}", size)
         link_free = max(cycle, self._link_free_by_target[target_device_word]) + size / self._link_bytes_per_cycle
         self._link_free_by_target[target_device_word] = link_free
+        self.bytes_by_target[target_device_word] += size
         done = link_free + self._latencies.dma_write_latency
         for semaphore in (source_semaphore, target_semaphore):
             slot = semaphore // ALLOCATION_ADDRESS_STRIDE * ALLOCATION_ADDRESS_STRIDE + (

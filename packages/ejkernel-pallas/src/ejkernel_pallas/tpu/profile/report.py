@@ -53,6 +53,7 @@ class Simulation:
         issues_per_bundle: How often each bundle was issued.
         copied_bytes_by_kind: Bytes by kind of copy, such as `hbm_to_vmem`.
         num_copies_by_kind: The number of copies by kind.
+        busiest_link_bytes: Bytes sent to the device that gets most: each has a link of its own.
         unknown_reads: The number of reads of scalar memory with unknown values, by allocation or operand.
     """
 
@@ -65,6 +66,7 @@ class Simulation:
     issues_per_bundle: Mapping[int, int]
     copied_bytes_by_kind: Mapping[str, int]
     num_copies_by_kind: Mapping[str, int]
+    busiest_link_bytes: int
     unknown_reads: Mapping[str, int]
 
     @property
@@ -134,8 +136,8 @@ class KernelReport:
 
     @property
     def link_seconds(self) -> float:
-        """Returns the time that copies to another device occupy one link between chips."""
-        return self.simulation.bytes_sent_to_devices / self.chip.link_bandwidth
+        """Returns the time that copies to other devices occupy the busiest link between chips."""
+        return self.simulation.busiest_link_bytes / self.chip.link_bandwidth
 
     @property
     def seconds(self) -> float:

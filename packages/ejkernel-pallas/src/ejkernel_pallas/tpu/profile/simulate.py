@@ -85,6 +85,7 @@ class CompiledKernel:
             issues_per_bundle=dict(issues),
             copied_bytes_by_kind=dict(core.copied),
             num_copies_by_kind=dict(core.copies),
+            busiest_link_bytes=max(core.bytes_by_target.values(), default=0),
             unknown_reads=core.unknown_reads(scalar_code.symbols.allocations),
         )
 
