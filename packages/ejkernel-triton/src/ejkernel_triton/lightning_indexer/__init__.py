@@ -1,0 +1,43 @@
+"""The lightning indexer in Triton, for GPUs from Ampere on and AMD's through HIP."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel.ops.device import current_device
+from ejkernel_triton.lightning_indexer import config
+from ejkernel_triton.requirements import triton_implementation, triton_requires
+
+MAX_HEAD_DIM = 256
+"""The largest rows of the tiles."""
+MAX_HEADS = 256
+"""The most heads: a tile has all heads of a query."""
+MAX_TOP_K = 4096
+"""The most keys that a program sorts."""
+
+
+def _refusal_reasons(record: Any) -> Iterable[str]:
+    """Yields the reasons to refuse a record that `Requires` cannot express."""
+    heads = record.query.shape[2]
+    if heads > MAX_HEADS:
+        yield f"query: got {heads} heads, the kernels have at most {MAX_HEADS}"
+    elif reason := config.shared_memory_refusal(record, current_device()):
+        yield reason
+    if record.top_k > MAX_TOP_K:
+        yield f"top_k: got {record.top_k}, the kernels select at most {MAX_TOP_K}"
+
+
+def implementations() -> tuple[Implementation, ...]:
+    """Returns the implementation, which also serves CPUs if Triton's interpreter is enabled."""
+    return (
+        triton_implementation(
+            "lightning_indexer",
+            forward="lightning_indexer.forward:forward",
+            requires=triton_requires(
+                head_dims=range(1, MAX_HEAD_DIM + 1),
+                handles=(),
+                extra_reasons=_refusal_reasons,
+            ),
+            config=ConfigSpace.of(config, forward=config.IndexerTiles),
+        ),
+    )

@@ -1,0 +1,171 @@
+"""Tile sizes and launch parameters of the indexer's kernels, and the tiles that shared memory holds."""
+
+import dataclasses
+from typing import Any
+
+from ejkernel.families.lightning_indexer import LightningIndexer
+from ejkernel.ops.chips import KIBI, Gpu, gpu_of
+from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import Direction
+from ejkernel_triton.launch import is_interpreting
+from ejkernel_triton.sizes import pad_to_dot_size, pad_to_power_of_two, require_powers_of_two
+
+MIN_TILE = 16
+"""The smallest side of a tile that `tl.dot` supports."""
+MAX_QUERY_ROWS = 256
+"""The most rows of queries and heads per program: the columns of WGMMA's largest tile."""
+QUERY_BYTES = 64 * KIBI
+"""Shared memory for these rows; 16 KiB on AMD's chips, which have 64."""
+KEYS_PER_PROGRAM, MIN_KEYS_PER_PROGRAM = 8192, 1024
+"""The most and fewest keys per program of `indexer_scores_kernel`: the queries are loaded once for all of them."""
+PROGRAMS_PER_MULTIPROCESSOR = 8
+"""Programs of `indexer_scores_kernel` per multiprocessor that are enough to fill a chip."""
+MIN_CANDIDATES = 2048
+"""The fewest keys per row that `select_top_k_kernel` holds in registers."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IndexerTiles:
+    """Configuration of the three kernels, `indexer_scores_kernel`, `select_top_k_kernel` and `sort_selected_kernel`.
+
+    Attributes:
+        block_q: Queries per program of `indexer_scores_kernel`, with all of their heads.
+        block_kv: Keys per tile of `indexer_scores_kernel`.
+        keys_per_program: Keys per program of `indexer_scores_kernel`; a multiple of `block_kv`.
+        num_warps: Warps per program of `indexer_scores_kernel`.
+        num_stages: Pipeline stages of the copies of keys.
+        num_candidates: Keys that a program of `select_top_k_kernel` holds in registers to select from, at least `top_k`.
+        select_warps: Warps per program of `select_top_k_kernel`.
+        sort_warps: Warps per program of `sort_selected_kernel`.
+    """
+
+    block_q: int
+    block_kv: int
+    keys_per_program: int
+    num_warps: int
+    num_stages: int
+    num_candidates: int
+    select_warps: int
+    sort_warps: int
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for sizes that tiles cannot have."""
+        require_powers_of_two(
+            self, "block_q", "block_kv", "keys_per_program", "num_warps", "num_candidates", "select_warps", "sort_warps"
+        )
+
+
+PUBLIC_FIELDS = {"block_q": "block_q", "block_k": "block_kv"}
+"""Maps fields of the public configuration to fields of this one."""
+
+
+def heuristic(record: LightningIndexer, device: DeviceInfo, direction: Direction) -> IndexerTiles:
+    """Returns the default tiles for a record on a device."""
+    return candidates(record, device, direction)[0]
+
+
+def candidates(record: LightningIndexer, device: DeviceInfo, direction: Direction) -> tuple[IndexerTiles, ...]:
+    """Returns tiles worth measuring for a record on a device, the most likely first."""
+    if is_interpreting():
+        return (_interpreted_tiles(record),)
+    chip = gpu_of(device)
+    num_candidates = max(MIN_CANDIDATES, 2 * pad_to_power_of_two(record.top_k))
+    row_bytes = _row_bytes(record, chip)
+    query_rows = min(MAX_QUERY_ROWS, (QUERY_BYTES if chip.vendor == "nvidia" else QUERY_BYTES // 4) // row_bytes)
+    tiles = [
+        IndexerTiles(
+            block_q=queries_per_program(record, rows),
+            block_kv=keys,
+            keys_per_program=_keys_per_program(record, queries_per_program(record, rows), chip),
+            num_warps=warps,
+            num_stages=stages,
+            num_candidates=num_candidates,
+            select_warps=8,
+            sort_warps=4,
+        )
+        for rows, keys, warps, stages in (
+            (query_rows, 64, 4, 3),
+            (query_rows, 128, 8, 3),
+            (max(1, query_rows // 2), 128, 4, 2),
+            (max(1, query_rows // 2), 64, 4, 3),
+        )
+    ]
+    return tuple(dict.fromkeys(shrink_to_shared_memory(record, x, chip) for x in tiles))
+
+
+def _interpreted_tiles(record: LightningIndexer) -> IndexerTiles:
+    """Returns small tiles, so that small arrays take every path of the kernels."""
+    return IndexerTiles(
+        block_q=queries_per_program(record, MIN_TILE),
+        block_kv=MIN_TILE,
+        keys_per_program=2 * MIN_TILE,
+        num_warps=4,
+        num_stages=2,
+        num_candidates=pad_to_power_of_two(record.top_k + 1, MIN_TILE),
+        select_warps=4,
+        sort_warps=4,
+    )
+
+
+def queries_per_program(record: LightningIndexer, query_rows: int) -> int:
+    """Returns the queries whose heads fill a number of rows: one at least, and as many as `tl.dot` needs."""
+    heads = pad_to_power_of_two(record.query.shape[2])
+    enough = max(1, MIN_TILE // heads)
+    return max(enough, min(1 << (max(1, query_rows // heads).bit_length() - 1), pad_to_power_of_two(record.query.shape[1])))
+
+
+def _keys_per_program(record: LightningIndexer, block_q: int, chip: Gpu) -> int:
+    """Returns the keys per program: fewer where there are few queries."""
+    (batch, tokens, *_), keys = record.query.shape, record.key.shape[1]
+    chosen = KEYS_PER_PROGRAM
+    wanted = PROGRAMS_PER_MULTIPROCESSOR * chip.multiprocessors
+    while chosen > MIN_KEYS_PER_PROGRAM and batch * -(-tokens // block_q) * -(-keys // chosen) < wanted:
+        chosen //= 2
+    return chosen
+
+
+def shared_memory_refusal(record: LightningIndexer, device: DeviceInfo) -> str:
+    """Returns why the kernels cannot run for a record on a device; empty where they can."""
+    if is_interpreting():
+        return ""
+    chip = gpu_of(device)
+    needed_bytes = shared_memory_bytes(record, heuristic(record, device, "forward"), chip)
+    if needed_bytes <= chip.shared_memory:
+        return ""
+    heads, channels = record.query.shape[2:]
+    sizes = f"{heads} heads of {channels} channels"
+    return f"{sizes} take up to {needed_bytes} bytes of shared memory, and {chip.target} has {chip.shared_memory}"
+
+
+def shrink_to_shared_memory(record: LightningIndexer, config: IndexerTiles, chip: Gpu) -> IndexerTiles:
+    """Returns the configuration with fewer stages, keys and queries until it fits the chip; the smallest if none
+    fits.
+    """
+    fewest = queries_per_program(record, 1)
+    while shared_memory_bytes(record, config, chip) > chip.shared_memory:
+        if config.num_stages > 2:
+            config = dataclasses.replace(config, num_stages=config.num_stages - 1)
+        elif config.block_kv > 2 * MIN_TILE:
+            config = dataclasses.replace(config, block_kv=config.block_kv // 2)
+        elif config.block_q > fewest:
+            config = dataclasses.replace(config, block_q=config.block_q // 2)
+        elif config.num_stages > 1:
+            config = dataclasses.replace(config, num_stages=1)
+        elif config.block_kv > MIN_TILE:
+            config = dataclasses.replace(config, block_kv=MIN_TILE)
+        else:
+            break
+    return config
+
+
+def shared_memory_bytes(record: LightningIndexer, config: IndexerTiles, chip: Gpu) -> int:
+    """Returns the bytes of a program of `indexer_scores_kernel`: rows of queries, tiles of keys, and a tile of scores."""
+    rows = config.block_q * pad_to_power_of_two(record.query.shape[2])
+    tiles = (rows + config.num_stages * config.block_kv) * _row_bytes(record, chip)
+    return tiles + 4 * config.block_kv * config.block_q + KIBI
+
+
+def _row_bytes(record: LightningIndexer, chip: Gpu) -> int:
+    """Returns the bytes of a row of a tile: float32 rows are there twice on NVIDIA's chips, split in two."""
+    size = record.query.dtype.itemsize
+    return pad_to_dot_size(record.query.shape[3]) * size * (2 if size > 2 and chip.vendor == "nvidia" else 1)
