@@ -108,6 +108,14 @@ def sparse(query, key, value, indices):
     return modules.native_sparse_attention(query, key, value, block_indices=indices, block_size=64, platform="triton")
 
 
+def token_sparse(query, key, value, indices):
+    return modules.token_sparse_attention(query, key, value, indices, platform="triton")
+
+
+def indexer(query, key, weights):
+    return modules.lightning_indexer(query, key, weights, top_k=4, platform="triton")[0]
+
+
 def gla(query, key, value, gate):
     return modules.gla_attention(query, key, value, gate, platform="triton")
 
@@ -187,6 +195,12 @@ LAST = {
     "program_shares": last_share,
     "block_tables": lambda call, sizes: np.full(sizes, PAGES.shape[0] - 1),
 }
+LAST_KEYS = {
+    "key_starts": lambda call, sizes: np.full(sizes, T - 40),
+    "key_ends": lambda call, sizes: np.full(sizes, T),
+    "first_query": lambda call, sizes: np.full(sizes, T - call.constants["spec"].CHUNK),
+    "counts": lambda call, sizes: np.full(sizes, 4),
+}
 CASES = {
     "unified_attention": (
         unified,
@@ -198,6 +212,8 @@ CASES = {
     "bias": (gradients(biased, 4), (shape(1, T, 1, 64),) * 3 + (shape(1, 1, T, T),), SEGMENT),
     "mask": (gradients(masked, 3), (shape(1, T, 1, 64),) * 3 + (shape(1, 1, T, T, dtype=jnp.bool_),), SEGMENT),
     "native_sparse_attention": (gradients(sparse, 3), (*GROUPED, shape(2, T, 16, 4, dtype=INT)), {}),
+    "token_sparse_attention": (gradients(token_sparse, 3), (*GROUPED, shape(2, T, 2, dtype=INT)), {}),
+    "lightning_indexer": (indexer, (ROWS, shape(2, T, D), shape(2, T, H)), LAST_KEYS),
     "gla_attention": (gradients(gla, 4), (MANY_HEADS,) * 4, {}),
     "lightning_attention": (gradients(lightning, 3), (MANY_HEADS,) * 3, {}),
     "gated_delta_rule": (delta, (MANY_HEADS,) * 3 + (shape(*MANY_HEADS.shape[:3]),) * 2, {}),

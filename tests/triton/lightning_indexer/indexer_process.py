@@ -5,7 +5,6 @@ Rows are longer than a program holds, so all ways to find candidates are taken: 
 bisecting the row where most scores are equal. Numbers are multiples of 1/4, so scores are exact.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -13,13 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.families.lightning_indexer import LightningIndexer, reference
-from ejkernel.modules import lightning_indexer
-from ejkernel_triton.launch import collect_launches
+from ejkernel.ops.device import current_device
 from ejkernel_triton.lightning_indexer import config
 from ejkernel_triton.lightning_indexer.forward import forward
 
-# Queries, keys, heads, channels, K, and how many different values keys have.
-SHAPES = [(5, 300, 3, 20, 5, 12), (4, 260, 2, 16, 16, 1), (3, 500, 1, 5, 3, 2), (2, 90, 5, 33, 70, 12)]
+# Queries, keys, heads, channels, K, largest quarters of keys, dtype.
+SHAPES = [
+    (3, 200, 3, 20, 5, 12, jnp.float32),
+    (3, 130, 1, 16, 13, 1, jnp.bfloat16),
+    (2, 90, 5, 33, 70, 12, jnp.float32),
+]
 
 
 def quarters(key, shape, limit):
@@ -27,6 +29,7 @@ def quarters(key, shape, limit):
 
 
 def make_record(tokens, num_keys, heads, size, top_k, limit, dtype):
+    """Two batch rows with ranges of keys, an empty one among them, and numbers that are not finite."""
     keys = jax.random.split(jax.random.key(tokens), 5)
     query = quarters(keys[0], (2, tokens, heads, size), 8).astype(dtype)
     key = quarters(keys[1], (2, num_keys, size), limit).astype(dtype)
@@ -44,13 +47,12 @@ def make_record(tokens, num_keys, heads, size, top_k, limit, dtype):
 
 def main():
     for shape in SHAPES:
-        for dtype in (jnp.float32, jnp.bfloat16):
-            record = make_record(*shape, dtype)
-            chosen = config._interpreted_tiles(record)
-            got = jax.jit(functools.partial(forward, config=chosen))(record)[0]
-            want = reference(record)[0]
-            for x, y in zip(got, want, strict=True):
-                np.testing.assert_array_equal(x, y, err_msg=f"{shape} {dtype}")
+        record = make_record(*shape)
+        chosen = config.heuristic(record, current_device(), "forward")
+        got = jax.jit(functools.partial(forward, config=chosen))(record)[0]
+        # Not compiled: compiled for a CPU, a maximum of NaN and 0 may be 0.
+        for x, y in zip(got, reference(record)[0], strict=True):
+            np.testing.assert_array_equal(x, y, err_msg=f"{shape}")
         print("same", shape)
 
 

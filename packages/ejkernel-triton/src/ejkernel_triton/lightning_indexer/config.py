@@ -1,13 +1,13 @@
 """Tile sizes and launch parameters of the indexer's kernels, and the tiles that shared memory holds."""
 
 import dataclasses
-from typing import Any
 
 from ejkernel.families.lightning_indexer import LightningIndexer
 from ejkernel.ops.chips import KIBI, Gpu, gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 from ejkernel_triton.launch import is_interpreting
+from ejkernel_triton.shrink import shrink_until_it_fits
 from ejkernel_triton.sizes import pad_to_dot_size, pad_to_power_of_two, require_powers_of_two
 
 MIN_TILE = 16
@@ -21,12 +21,14 @@ KEYS_PER_PROGRAM, MIN_KEYS_PER_PROGRAM = 8192, 1024
 PROGRAMS_PER_MULTIPROCESSOR = 8
 """Programs of `indexer_scores_kernel` per multiprocessor that are enough to fill a chip."""
 MIN_CANDIDATES = 2048
-"""The fewest keys per row that `select_top_k_kernel` holds in registers."""
+"""The fewest keys per row that `select_candidates_kernel` holds in registers."""
+MAX_SAMPLE = 2048
+"""The most scores of a row that `guess_threshold_kernel` looks at."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IndexerTiles:
-    """Configuration of the three kernels, `indexer_scores_kernel`, `select_top_k_kernel` and `sort_selected_kernel`.
+    """Configuration of the kernels of the scores and of the selection.
 
     Attributes:
         block_q: Queries per program of `indexer_scores_kernel`, with all of their heads.
@@ -34,8 +36,11 @@ class IndexerTiles:
         keys_per_program: Keys per program of `indexer_scores_kernel`; a multiple of `block_kv`.
         num_warps: Warps per program of `indexer_scores_kernel`.
         num_stages: Pipeline stages of the copies of keys.
-        num_candidates: Keys that a program of `select_top_k_kernel` holds in registers to select from, at least `top_k`.
-        select_warps: Warps per program of `select_top_k_kernel`.
+        num_candidates: Keys that a program of `select_candidates_kernel` holds in registers, at least `top_k`.
+        sample_warps: Warps per program of `guess_threshold_kernel`.
+        gather_tile: Scores per step of `gather_candidates_kernel`.
+        gather_warps: Warps per program of `gather_candidates_kernel`.
+        select_warps: Warps per program of `select_candidates_kernel`.
         sort_warps: Warps per program of `sort_selected_kernel`.
     """
 
@@ -45,13 +50,26 @@ class IndexerTiles:
     num_warps: int
     num_stages: int
     num_candidates: int
+    sample_warps: int
+    gather_tile: int
+    gather_warps: int
     select_warps: int
     sort_warps: int
 
     def __post_init__(self) -> None:
         """Raises ValueError for sizes that tiles cannot have."""
         require_powers_of_two(
-            self, "block_q", "block_kv", "keys_per_program", "num_warps", "num_candidates", "select_warps", "sort_warps"
+            self,
+            "block_q",
+            "block_kv",
+            "keys_per_program",
+            "num_warps",
+            "num_candidates",
+            "sample_warps",
+            "gather_tile",
+            "gather_warps",
+            "select_warps",
+            "sort_warps",
         )
 
 
@@ -80,8 +98,11 @@ def candidates(record: LightningIndexer, device: DeviceInfo, direction: Directio
             num_warps=warps,
             num_stages=stages,
             num_candidates=num_candidates,
+            sample_warps=4,
+            gather_tile=2048,
+            gather_warps=8,
             select_warps=8,
-            sort_warps=4,
+            sort_warps=16,
         )
         for rows, keys, warps, stages in (
             (query_rows, 64, 4, 3),
@@ -102,6 +123,9 @@ def _interpreted_tiles(record: LightningIndexer) -> IndexerTiles:
         num_warps=4,
         num_stages=2,
         num_candidates=pad_to_power_of_two(record.top_k + 1, MIN_TILE),
+        sample_warps=4,
+        gather_tile=64,
+        gather_warps=4,
         select_warps=4,
         sort_warps=4,
     )
@@ -111,7 +135,9 @@ def queries_per_program(record: LightningIndexer, query_rows: int) -> int:
     """Returns the queries whose heads fill a number of rows: one at least, and as many as `tl.dot` needs."""
     heads = pad_to_power_of_two(record.query.shape[2])
     enough = max(1, MIN_TILE // heads)
-    return max(enough, min(1 << (max(1, query_rows // heads).bit_length() - 1), pad_to_power_of_two(record.query.shape[1])))
+    return max(
+        enough, min(1 << (max(1, query_rows // heads).bit_length() - 1), pad_to_power_of_two(record.query.shape[1]))
+    )
 
 
 def _keys_per_program(record: LightningIndexer, block_q: int, chip: Gpu) -> int:
@@ -141,25 +167,18 @@ def shrink_to_shared_memory(record: LightningIndexer, config: IndexerTiles, chip
     """Returns the configuration with fewer stages, keys and queries until it fits the chip; the smallest if none
     fits.
     """
-    fewest = queries_per_program(record, 1)
-    while shared_memory_bytes(record, config, chip) > chip.shared_memory:
-        if config.num_stages > 2:
-            config = dataclasses.replace(config, num_stages=config.num_stages - 1)
-        elif config.block_kv > 2 * MIN_TILE:
-            config = dataclasses.replace(config, block_kv=config.block_kv // 2)
-        elif config.block_q > fewest:
-            config = dataclasses.replace(config, block_q=config.block_q // 2)
-        elif config.num_stages > 1:
-            config = dataclasses.replace(config, num_stages=1)
-        elif config.block_kv > MIN_TILE:
-            config = dataclasses.replace(config, block_kv=MIN_TILE)
-        else:
-            break
-    return config
+    steps = (
+        ("num_stages", 2),
+        ("block_kv", 2 * MIN_TILE),
+        ("block_q", queries_per_program(record, 1)),
+        ("num_stages", 1),
+        ("block_kv", MIN_TILE),
+    )
+    return shrink_until_it_fits(config, lambda x: shared_memory_bytes(record, x, chip), chip.shared_memory, steps)
 
 
 def shared_memory_bytes(record: LightningIndexer, config: IndexerTiles, chip: Gpu) -> int:
-    """Returns the bytes of a program of `indexer_scores_kernel`: rows of queries, tiles of keys, and a tile of scores."""
+    """Returns the bytes of a program of `indexer_scores_kernel`: rows of queries, tiles of keys, and scores."""
     rows = config.block_q * pad_to_power_of_two(record.query.shape[2])
     tiles = (rows + config.num_stages * config.block_kv) * _row_bytes(record, chip)
     return tiles + 4 * config.block_kv * config.block_q + KIBI

@@ -10,8 +10,7 @@ from jax import lax
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.lightning_indexer import LightningIndexer, TopKeyIndicesAndScores
 from ejkernel_triton.launch import ShapeDtype, launch
-from ejkernel_triton.lightning_indexer.config import IndexerTiles
-from ejkernel_triton.lightning_indexer.plan import selecting_programs
+from ejkernel_triton.lightning_indexer.config import MAX_SAMPLE, IndexerTiles
 from ejkernel_triton.lightning_indexer.spec import IndexerSpec, make_spec
 
 
@@ -73,34 +72,67 @@ def _top_k(
     record: LightningIndexer, ordered_scores: jax.Array, first_query: jax.Array, spec: IndexerSpec, config: IndexerTiles
 ) -> TopKeyIndicesAndScores:
     """Returns indices and scores [B, CHUNK, K] of the queries from `first_query` [1, 1] on."""
-    from ejkernel_triton.lightning_indexer.kernels.select_top_k import select_top_k_kernel
+    from ejkernel_triton.lightning_indexer.kernels.select_candidates import select_candidates_kernel
     from ejkernel_triton.lightning_indexer.kernels.sort_selected import sort_selected_kernel
 
-    batch, programs = record.query.shape[0], selecting_programs(spec.CHUNK)
-    ranges, shape = (record.key_starts, record.key_ends, first_query), (batch, spec.CHUNK, spec.K)
-    options: dict[str, Any] = {"batch": batch, "num_stages": 1}
-    selected_indices, selected_scores, _ = launch(
-        select_top_k_kernel,
-        (ordered_scores, *ranges),
-        [ShapeDtype(x, jnp.int32) for x in (shape, shape, (batch, programs, 2, config.num_candidates))],
-        grid=programs * batch,
+    options = _options_of_rows(record, spec)
+    shape = (record.query.shape[0], spec.CHUNK, spec.K)
+    candidates, counts = _candidates(record, ordered_scores, first_query, spec, config)
+    selected = launch(
+        select_candidates_kernel,
+        (candidates, counts),
+        [ShapeDtype(shape, jnp.int32)] * 2,
         num_warps=config.select_warps,
-        constants={
-            "spec": spec,
-            "NUM_PROGRAMS": programs,
-            "CANDIDATES": config.num_candidates,
-            # Between the bounds, as the guess may be off by the same factor either way.
-            "TARGET": math.isqrt(spec.K * config.num_candidates),
-        },
+        constants={"spec": spec, "CANDIDATES": config.num_candidates},
         **options,
     )
     indices, scores = launch(
         sort_selected_kernel,
-        (selected_indices, selected_scores, *ranges),
+        (*selected, counts),
         [ShapeDtype(shape, jnp.int32), ShapeDtype(shape, jnp.float32)],
-        grid=spec.CHUNK * batch,
         num_warps=config.sort_warps,
         constants={"spec": spec},
         **options,
     )
     return indices, scores
+
+
+def _candidates(
+    record: LightningIndexer, ordered_scores: jax.Array, first_query: jax.Array, spec: IndexerSpec, config: IndexerTiles
+) -> tuple[jax.Array, jax.Array]:
+    """Returns at least the K largest scores of each row and their keys, [B, CHUNK, 2, C], and their number."""
+    from ejkernel_triton.lightning_indexer.kernels.gather_candidates import gather_candidates_kernel
+    from ejkernel_triton.lightning_indexer.kernels.guess_threshold import guess_threshold_kernel
+
+    options = _options_of_rows(record, spec)
+    inputs = (ordered_scores, record.key_starts, record.key_ends, first_query)
+    rows, count = (record.query.shape[0], spec.CHUNK), config.num_candidates
+    (guesses,) = launch(
+        guess_threshold_kernel,
+        inputs,
+        [ShapeDtype(rows, jnp.int32)],
+        num_warps=config.sample_warps,
+        constants={
+            "spec": spec,
+            "CANDIDATES": count,
+            # The geometric mean of the bounds: the guess may be off by the same factor either way.
+            "TARGET": math.isqrt(spec.K * count),
+            "SAMPLE": min(count, MAX_SAMPLE),
+        },
+        **options,
+    )
+    candidates, counts = launch(
+        gather_candidates_kernel,
+        (*inputs, guesses),
+        [ShapeDtype((*rows, 2, count), jnp.int32), ShapeDtype(rows, jnp.int32)],
+        num_warps=config.gather_warps,
+        constants={"spec": spec, "CANDIDATES": count, "TILE": config.gather_tile},
+        **options,
+    )
+    return candidates, counts
+
+
+def _options_of_rows(record: LightningIndexer, spec: IndexerSpec) -> dict[str, Any]:
+    """Returns the options of launches with a program per row of a chunk."""
+    batch = record.query.shape[0]
+    return {"batch": batch, "grid": spec.CHUNK * batch, "num_stages": 1}

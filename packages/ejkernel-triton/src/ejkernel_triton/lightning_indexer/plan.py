@@ -1,17 +1,13 @@
-"""Plans the chunks of queries, whose scores are in memory at a time, and the programs that select from them."""
+"""Plans the chunks of queries, whose scores are in memory at a time."""
 
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.lightning_indexer import LightningIndexer
-from ejkernel.ops.chips import gpu_of
-from ejkernel.ops.device import current_device
 from ejkernel_triton.launch import is_interpreting
 
 MAX_SCORE_BYTES = 2**28
 """The most memory that the scores of a chunk of queries take, unless one query of every batch row needs more. Each
 element of an axis of `jax.vmap` has as much again.
 """
-SELECTING_PROGRAMS_PER_MULTIPROCESSOR = 4
-"""Programs of `select_top_k_kernel` per multiprocessor: as many as registers allow, since each has scratch memory."""
 
 
 def queries_per_chunk(record: LightningIndexer) -> int:
@@ -21,10 +17,3 @@ def queries_per_chunk(record: LightningIndexer) -> int:
         return cdiv(tokens, 2)
     chunks = cdiv(tokens, max(1, MAX_SCORE_BYTES // (4 * batch * record.key.shape[1])))
     return cdiv(tokens, chunks)
-
-
-def selecting_programs(chunk: int) -> int:
-    """Returns the programs of `select_top_k_kernel` per batch row, which share the queries of a chunk."""
-    if is_interpreting():
-        return cdiv(chunk, 2)
-    return min(chunk, SELECTING_PROGRAMS_PER_MULTIPROCESSOR * gpu_of(current_device()).multiprocessors)

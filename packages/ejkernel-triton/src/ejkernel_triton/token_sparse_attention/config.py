@@ -1,6 +1,7 @@
 """Tile sizes and launch parameters of the token-sparse attention kernels, and the tiles that shared memory holds."""
 
 import dataclasses
+import functools
 from typing import Any
 
 from ejkernel.families.token_sparse_attention import TokenSparseAttention
@@ -8,6 +9,7 @@ from ejkernel.ops.chips import KIBI, Gpu, gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 from ejkernel_triton.launch import is_interpreting
+from ejkernel_triton.shrink import shrink_until_it_fits
 from ejkernel_triton.sizes import pad_to_dot_size, pad_to_power_of_two, require_powers_of_two
 from ejkernel_triton.token_sparse_attention.spec import key_tile_columns, value_is_first_tile
 
@@ -166,29 +168,14 @@ def _keys_per_tile(record: TokenSparseAttention) -> int:
 
 
 def shrink_to_shared_memory(record: TokenSparseAttention, config: Any, chip: Gpu) -> Any:
-    """Returns the configuration with fewer stages, keys and heads until it fits the chip; the smallest if none fits."""
+    """Returns the configuration with fewer keys, stages and heads until it fits the chip; the smallest if none fits."""
     prefixes = ("", "key_") if isinstance(config, SparseBackward) else ("",)
     for prefix in prefixes:
-        while _program_bytes(record, config, prefix) > chip.shared_memory:
-            if (smaller := _shrink_config(config, prefix)) is None:
-                break
-            config = smaller
+        keys, stages = f"{prefix}block_kv", "key_stages" if prefix else "num_stages"
+        steps = ((keys, 2 * MIN_TILE), (stages, 1), (f"{prefix}heads", MIN_TILE), (keys, MIN_TILE))
+        needed_bytes = functools.partial(_program_bytes, record, prefix=prefix)
+        config = shrink_until_it_fits(config, needed_bytes, chip.shared_memory, steps)
     return config
-
-
-def _shrink_config(config: Any, prefix: str) -> Any:
-    """Returns the configuration with half the keys, a stage less or half the heads of a kernel; None for the
-    smallest.
-    """
-    keys, stages, heads = f"{prefix}block_kv", "key_stages" if prefix else "num_stages", f"{prefix}heads"
-    if getattr(config, keys) > 2 * MIN_TILE:
-        return dataclasses.replace(config, **{keys: getattr(config, keys) // 2})
-    if getattr(config, stages) > 1:
-        return dataclasses.replace(config, **{stages: getattr(config, stages) - 1})
-    for name in (heads, keys):
-        if getattr(config, name) > MIN_TILE:
-            return dataclasses.replace(config, **{name: getattr(config, name) // 2})
-    return None
 
 
 def shared_memory_bytes(record: TokenSparseAttention, config: Any) -> int:

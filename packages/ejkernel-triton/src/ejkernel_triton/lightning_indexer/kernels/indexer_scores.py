@@ -33,7 +33,7 @@ def indexer_scores_kernel(
     BLOCK_KV: tl.constexpr,
     KEYS_PER_PROGRAM: tl.constexpr,
 ):
-    """Computes the scores of BLOCK_Q queries with up to KEYS_PER_PROGRAM keys, [CHUNK, S] int32 in the order of numbers.
+    """Computes the scores of BLOCK_Q queries with up to KEYS_PER_PROGRAM keys: [CHUNK, S] int32, ordered as numbers.
 
     Tiles of keys that none of the queries may select are left out; other keys have scores also where a query may not
     select them.

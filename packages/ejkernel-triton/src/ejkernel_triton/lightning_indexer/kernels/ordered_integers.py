@@ -3,9 +3,6 @@
 import triton
 import triton.language as tl
 
-NO_SCORE = tl.constexpr(-0x80000000)
-"""Below the integers of all scores."""
-
 
 @triton.jit
 def integers_in_order(x):

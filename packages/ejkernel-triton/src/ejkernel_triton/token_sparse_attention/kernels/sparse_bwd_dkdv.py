@@ -9,10 +9,10 @@ same bits.
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import add_dot, dot
+from ejkernel_triton.blocks import add_dot, batch_row_address, dot
 from ejkernel_triton.token_sparse_attention.kernels.tile import (
-    batch_row_address,
     dot_rows,
+    key_and_value_addresses,
     list_address,
     load_head_rows,
     load_head_scalars,
@@ -30,7 +30,7 @@ def sparse_bwd_dkdv_kernel(
     value,
     indices,
     cotangent,
-    lse,
+    log2_lse,
     delta,
     entry_dkey,
     entry_dvalue,
@@ -49,17 +49,15 @@ def sparse_bwd_dkdv_kernel(
     first_entry = (program % ENTRY_TILES) * BLOCK_KV
     kv_head = (program // ENTRY_TILES) % spec.HK
     token = (program // (ENTRY_TILES * spec.HK)) % spec.T
-    batch = program // (ENTRY_TILES * spec.HK * spec.T)
+    batch = tl.cast(program // (ENTRY_TILES * spec.HK * spec.T), tl.int64)
     indices = list_address(indices, batch, token, kv_head, per.INDICES, spec)
     index = load_indices(indices, first_entry, BLOCK_KV, spec)
     # Nothing reads what an empty entry adds.
     if tl.max(index, 0) >= 0:
         query = batch_row_address(query, batch, per.QUERY, spec.T * spec.H * spec.D)
-        key = batch_row_address(key, batch, per.KEY, spec.S * spec.HK * spec.D) + kv_head * spec.D
-        value = batch_row_address(value, batch, per.VALUE, spec.S * spec.VALUE_STRIDE)
-        value += kv_head * (spec.VALUE_STRIDE // spec.HK)
+        key, value = key_and_value_addresses(key, value, batch, kv_head, per, spec)
         cotangent = batch_row_address(cotangent, batch, per.COTANGENT, spec.T * spec.H * spec.DV)
-        lse = batch_row_address(lse, batch, per.LSE, spec.T * spec.H)
+        log2_lse = batch_row_address(log2_lse, batch, per.LOG2_LSE, spec.T * spec.H)
         delta = batch_row_address(delta, batch, per.DELTA, spec.T * spec.H)
         k, k_rest = load_key_tiles(key, index, spec)
         v = load_values(value, index, k, spec)
@@ -78,11 +76,11 @@ def sparse_bwd_dkdv_kernel(
             first_head = kv_head * spec.G + tile * HEADS
             q, q_rest = load_query_tiles(query, token, first_head, end_head, HEADS, spec)
             do = load_head_rows(cotangent, token, first_head, end_head, spec.DV, 0, spec.BV, HEADS, spec)
-            lse_rows = load_head_scalars(lse, token, first_head, end_head, HEADS, spec)
+            log2_lse_rows = load_head_scalars(log2_lse, token, first_head, end_head, HEADS, spec)
             delta_rows = load_head_scalars(delta, token, first_head, end_head, HEADS, spec)
             scores = dot_rows(k, k_rest, q, q_rest, spec) * spec.LOG2_SCORE_FACTOR
             # Rows of padding heads are 0 in q and do, so their weights of exp2(0) add nothing.
-            weights = tl.where((index >= 0)[:, None], tl.exp2(scores - lse_rows[None, :]), 0.0)
+            weights = tl.where((index >= 0)[:, None], tl.exp2(scores - log2_lse_rows[None, :]), 0.0)
             dscores = weights * (dot(v, tl.trans(do), spec) - delta_rows[None, :]) * spec.DSCORE_FACTOR
             dscores = dscores.to(q.dtype)
             dk = add_dot(dk, dscores, q, spec)
@@ -93,7 +91,7 @@ def sparse_bwd_dkdv_kernel(
                 dk = add_dot(dk, (weights * (1.0 / spec.SUM_FACTOR)).to(do.dtype), do, spec)
             else:
                 dv = add_dot(dv, weights.to(do.dtype), do, spec)
-        row = (tl.cast(batch, tl.int64) * spec.T + token) * spec.K + first_entry
+        row = (batch * spec.T + token) * spec.K + first_entry
         _store_entries(entry_dkey, row, first_entry, kv_head, dk * spec.SUM_FACTOR, spec.D, 0, spec.BD, BLOCK_KV, spec)
         if spec.BR:
             dk_rest *= spec.SUM_FACTOR

@@ -16,11 +16,12 @@ Source: the attention of DeepSeek Sparse Attention, DeepSeek-V3.2-Exp (DeepSeek-
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import LN2, LOG2E, add_dot, minus_inf_to_zero
+from ejkernel_triton.blocks import LN2, LOG2E, add_dot, batch_row_address, minus_inf_to_zero
 from ejkernel_triton.token_sparse_attention.kernels.tile import (
-    batch_row_address,
     dot_rows,
     find_list_end,
+    find_query_program,
+    key_and_value_addresses,
     list_address,
     load_indices,
     load_key_tiles,
@@ -45,17 +46,9 @@ def sparse_fwd_kernel(
     BLOCK_KV: tl.constexpr,
 ):
     """Computes the output of HEADS query heads of one query."""
-    HEAD_TILES: tl.constexpr = (spec.G + HEADS - 1) // HEADS
-    program = tl.program_id(0)
-    kv_head = (program // HEAD_TILES) % spec.HK
-    token = (program // (HEAD_TILES * spec.HK)) % spec.T
-    batch = program // (HEAD_TILES * spec.HK * spec.T)
-    first_head = kv_head * spec.G + (program % HEAD_TILES) * HEADS
-    end_head = (kv_head + 1) * spec.G
+    batch, token, kv_head, first_head, end_head = find_query_program(tl.program_id(0), HEADS, spec)
     query = batch_row_address(query, batch, per.QUERY, spec.T * spec.H * spec.D)
-    key = batch_row_address(key, batch, per.KEY, spec.S * spec.HK * spec.D) + kv_head * spec.D
-    value = batch_row_address(value, batch, per.VALUE, spec.S * spec.VALUE_STRIDE)
-    value += kv_head * (spec.VALUE_STRIDE // spec.HK)
+    key, value = key_and_value_addresses(key, value, batch, kv_head, per, spec)
     indices = list_address(indices, batch, token, kv_head, per.INDICES, spec)
     q, q_rest = load_query_tiles(query, token, first_head, end_head, HEADS, spec)
     heads = first_head + tl.arange(0, HEADS)
@@ -86,7 +79,7 @@ def sparse_fwd_kernel(
     denominator = tl.where(attends, row_sum, 1.0)
     lse_row = tl.where(attends, (tl.log2(denominator) + minus_inf_to_zero(row_max)) * LN2, float("-inf"))
     # lse is [B, H, T], as the family's residuals are.
-    tl.store(lse + (tl.cast(batch, tl.int64) * spec.H + heads) * spec.T + token, lse_row, mask=heads < end_head)
-    output += tl.cast(batch, tl.int64) * (spec.T * spec.H * spec.DV)
+    tl.store(lse + (batch * spec.H + heads) * spec.T + token, lse_row, mask=heads < end_head)
+    output += batch * (spec.T * spec.H * spec.DV)
     out = acc / denominator[:, None]
     store_head_rows(output, token, first_head, end_head, out, spec.DV, 0, spec.BV, HEADS, spec)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ejkernel_triton.token_sparse_attention.kernels.tile import batch_row_address
+from ejkernel_triton.blocks import batch_row_address
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def sum_listed_rows_kernel(
     program = tl.program_id(0)
     key = (program // COLUMN_TILES) % NUM_KEYS
     list_index = (program // (COLUMN_TILES * NUM_KEYS)) % NUM_LISTS
-    batch = program // (COLUMN_TILES * NUM_KEYS * NUM_LISTS)
+    batch = tl.cast(program // (COLUMN_TILES * NUM_KEYS * NUM_LISTS), tl.int64)
     bounds = batch_row_address(key_bounds, batch, per.KEY_BOUNDS, NUM_LISTS * (NUM_KEYS + 1))
     bounds += list_index * (NUM_KEYS + 1) + key
     begin, end = tl.load(bounds), tl.load(bounds + 1)
@@ -39,7 +39,7 @@ def sum_listed_rows_kernel(
         entry_rows = batch_row_address(entry_rows, batch, per.ENTRY_ROWS, NUM_ENTRIES * NUM_LISTS * WIDTH)
         columns = (program % COLUMN_TILES) * COLUMNS + tl.arange(0, COLUMNS)
         valid = columns < WIDTH
-        at = sums + tl.cast(batch, tl.int64) * (NUM_KEYS * NUM_LISTS * WIDTH) + columns
+        at = sums + batch * (NUM_KEYS * NUM_LISTS * WIDTH) + columns
         at += tl.cast(key * NUM_LISTS + list_index, tl.int64) * WIDTH
         acc = tl.load(at, mask=valid, other=0.0)
         for n in tl.range(begin, end):

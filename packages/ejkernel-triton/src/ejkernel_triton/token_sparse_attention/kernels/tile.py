@@ -7,15 +7,27 @@ single power of two: 512 + 64 of 576 in the latent form. Where it is absent, a c
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import add_dot, dot
+from ejkernel_triton.blocks import add_dot, batch_row_address, dot
 
 
 @triton.jit
-def batch_row_address(array, batch, PER: tl.constexpr, ELEMENTS_PER_ENTRY: tl.constexpr):
-    """Returns the address of a batch row in an array in which PER rows share one entry, in 64 bits: arrays may be
-    large.
+def find_query_program(program, HEADS: tl.constexpr, spec: tl.constexpr):
+    """Returns (batch row in 64 bits, query, KV head, first query head, end of the KV head's query heads) of a program
+    that has HEADS query heads of one query.
     """
-    return array + tl.cast(batch // PER, tl.int64) * ELEMENTS_PER_ENTRY
+    HEAD_TILES: tl.constexpr = (spec.G + HEADS - 1) // HEADS
+    kv_head = (program // HEAD_TILES) % spec.HK
+    token = (program // (HEAD_TILES * spec.HK)) % spec.T
+    batch = tl.cast(program // (HEAD_TILES * spec.HK * spec.T), tl.int64)
+    return batch, token, kv_head, kv_head * spec.G + (program % HEAD_TILES) * HEADS, (kv_head + 1) * spec.G
+
+
+@triton.jit
+def key_and_value_addresses(key, value, batch, kv_head, per: tl.constexpr, spec: tl.constexpr):
+    """Returns the addresses of the keys and values of a KV head."""
+    key = batch_row_address(key, batch, per.KEY, spec.S * spec.HK * spec.D) + kv_head * spec.D
+    value = batch_row_address(value, batch, per.VALUE, spec.S * spec.VALUE_STRIDE)
+    return key, value + kv_head * (spec.VALUE_STRIDE // spec.HK)
 
 
 @triton.jit
