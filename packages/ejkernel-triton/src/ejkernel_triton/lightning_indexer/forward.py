@@ -31,7 +31,7 @@ def forward(record: LightningIndexer, config: IndexerTiles) -> tuple[TopKeyIndic
 
     def select(first_query: jax.Array) -> TopKeyIndicesAndScores:
         start = first_query.reshape(1, 1)
-        return _top_k(record, _ordered_scores(record, start, spec, config), start, spec, config)
+        return select_top_k(record, ordered_scores_of_chunk(record, start, spec, config), start, spec, config)
 
     chunks = cdiv(tokens, spec.CHUNK)
     if chunks == 1:
@@ -41,7 +41,7 @@ def forward(record: LightningIndexer, config: IndexerTiles) -> tuple[TopKeyIndic
     return (indices, scores), ()
 
 
-def _ordered_scores(
+def ordered_scores_of_chunk(
     record: LightningIndexer, first_query: jax.Array, spec: IndexerSpec, config: IndexerTiles
 ) -> jax.Array:
     """Returns scores [B, CHUNK, S] of the queries from `first_query` [1, 1] on, as integers in the order of numbers;
@@ -68,7 +68,7 @@ def _ordered_scores(
     return ordered_scores
 
 
-def _top_k(
+def select_top_k(
     record: LightningIndexer, ordered_scores: jax.Array, first_query: jax.Array, spec: IndexerSpec, config: IndexerTiles
 ) -> TopKeyIndicesAndScores:
     """Returns indices and scores [B, CHUNK, K] of the queries from `first_query` [1, 1] on."""
