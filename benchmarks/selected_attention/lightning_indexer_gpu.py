@@ -106,7 +106,8 @@ def rows(case: Case, rounds: int) -> Iterator[list[str]]:
     sides, chunk = both_kernels(case, arrays)
     memory = dict.fromkeys(sides, "")
     for platform in ("triton", "xla"):
-        call = jax.jit(functools.partial(lightning_indexer, top_k=TOP_K, platform=platform)).lower(*arrays).compile()
+        call: Any = jax.jit(functools.partial(lightning_indexer, top_k=TOP_K, platform=platform))
+        call = call.lower(*arrays).compile()
         sides[platform] = functools.partial(call, *arrays)
         memory[platform] = f"{call.memory_analysis().temp_size_in_bytes / 2**20:.0f}"
     seconds = shared.turns.time_in_turns(sides, rounds)

@@ -87,9 +87,8 @@ def candidates(record: LightningIndexer, device: DeviceInfo, direction: Directio
     if is_interpreting():
         return (_interpreted_tiles(record),)
     chip = gpu_of(device)
-    # An H200 computes the scores of 2048 queries of 64 heads and 32768 keys in 1.59 ms with four queries and eight warps,
-    # in 1.79 with four warps, and in 1.84 with two queries and four warps; it selects 2048 keys of each row in 0.59 ms
-    # (docs/lab/token_sparse_attention_gpu.md).
+    # An H200 computes scores of 2048 queries, 64 heads and 32768 keys in 1.59 ms with four queries and eight warps, in
+    # 1.79 with four warps, in 1.84 with two queries and four warps (docs/lab/token_sparse_attention_gpu.md).
     num_candidates = max(MIN_CANDIDATES, 2 * pad_to_power_of_two(record.top_k))
     row_bytes = _row_bytes(record, chip)
     query_rows = min(MAX_QUERY_ROWS, (QUERY_BYTES if chip.vendor == "nvidia" else QUERY_BYTES // 4) // row_bytes)
