@@ -40,8 +40,16 @@ def make_record(tokens, num_keys, heads, size, top_k, limit, dtype):
     query = query.at[1, -1].set(jnp.nan)
     starts = jax.random.randint(keys[3], (2, tokens), 0, 9).at[1, 2:].set(num_keys)
     ends = jnp.minimum(num_keys - 1 - jax.random.randint(keys[4], (2, tokens), 0, 9), num_keys).at[0, 0].set(0)
+    scaled = {"key_scales": quarters(keys[3], (2, num_keys), 4), "rectify": False} if heads == 1 else {}
     return LightningIndexer(
-        query=query, key=key, weights=weights, key_starts=starts, key_ends=ends, top_k=top_k, softmax_scale=-0.5
+        query=query,
+        key=key,
+        weights=weights,
+        key_starts=starts,
+        key_ends=ends,
+        top_k=top_k,
+        softmax_scale=-0.5,
+        **scaled,
     )
 
 

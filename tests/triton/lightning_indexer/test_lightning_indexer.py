@@ -12,6 +12,7 @@ from triton_chips import CHIPS, H200, assert_conforms, assert_fits, assert_fits_
 from ejkernel.families.lightning_indexer import LightningIndexer
 from ejkernel.ops import chips
 from ejkernel.ops.device import target_device
+from ejkernel.ops.plugins import registry
 from ejkernel_triton import ahead, launch
 from ejkernel_triton.lightning_indexer import _refusal_reasons, config, plan
 from ejkernel_triton.lightning_indexer.forward import forward
@@ -126,6 +127,22 @@ def test_candidates_fit_shared_memory():
             record = make_record(heads=heads, size=size, dtype=dtype)
             for choice in config.candidates(record, device, "forward"):
                 assert config.shared_memory_bytes(record, choice, chips.GPUS[chip]) <= chips.GPUS[chip].shared_memory
+
+
+def test_xla_is_chosen_first_for_a_single_query():
+    (triton,) = (x for x in registry().implementations["lightning_indexer"] if x.name == "triton")
+    sizes = ({"tokens": 1}, {"tokens": 1, "batch": 2}, {})
+    assert [triton.priority(make_record(**x), H200, "forward") for x in sizes] == [-1, 10, 10]
+
+
+def test_keys_of_eight_bits_are_multiplied_in_the_dtype_of_queries():
+    record = dataclasses.replace(
+        make_record(**FEW), key=SHAPE((1, 32768, 64), jnp.int8), key_scales=SHAPE((1, 32768), jnp.float32)
+    )
+    with target_device(H200), launch.collect_launches() as calls:
+        jax.eval_shape(lambda record: forward(record, config.heuristic(record, H200, "forward")), record)
+    assert calls[0].inputs[1].dtype == jnp.bfloat16
+    assert_fits_and_spills_nothing(calls[:1], "sm_90")
 
 
 def test_sizes_that_tiles_cannot_have_are_refused_by_name():

@@ -1,10 +1,12 @@
 """The lightning indexer in Triton, for GPUs from Ampere on and AMD's through HIP."""
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.ops import ConfigSpace, Implementation
-from ejkernel.ops.device import current_device
+from ejkernel.ops.device import DeviceInfo, current_device
+from ejkernel.ops.params import Direction
 from ejkernel_triton.lightning_indexer import config
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 
@@ -14,6 +16,15 @@ MAX_HEADS = 256
 """The most heads: a tile has all heads of a query."""
 MAX_TOP_K = 4096
 """The most keys that a program sorts."""
+
+
+def _priority(record: Any, device: DeviceInfo, direction: Direction) -> int:
+    """Returns the place in the order of choice: after XLA's for a single query.
+
+    On an H200, one query selects 2048 of 131072 keys in 0.163 ms, and in 0.140 in XLA; 16 queries of as many rows do in
+    0.33 and 1.96.
+    """
+    return -1 if math.prod(record.query.shape[:2]) == 1 else 10
 
 
 def _refusal_reasons(record: Any) -> Iterable[str]:
@@ -33,9 +44,10 @@ def implementations() -> tuple[Implementation, ...]:
         triton_implementation(
             "lightning_indexer",
             forward="lightning_indexer.forward:forward",
+            priority=_priority,
             requires=triton_requires(
                 head_dims=range(1, MAX_HEAD_DIM + 1),
-                handles=(),
+                handles={"key_scales", "rectify"},
                 extra_reasons=_refusal_reasons,
             ),
             config=ConfigSpace.of(config, forward=config.IndexerTiles),

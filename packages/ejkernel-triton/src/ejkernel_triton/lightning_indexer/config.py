@@ -22,8 +22,10 @@ PROGRAMS_PER_MULTIPROCESSOR = 8
 """Programs of `indexer_scores_kernel` per multiprocessor that are enough to fill a chip."""
 MIN_CANDIDATES = 2048
 """The fewest keys per row that `select_candidates_kernel` holds in registers."""
-MAX_SAMPLE = 4096
-"""The most scores of a row that `guess_threshold_kernel` looks at."""
+MAX_CANDIDATES_OF_FOUR_WARPS = 4096
+"""The most keys per row that four warps hold in registers."""
+LONG_ROW = 65536
+"""Rows of more keys have twice as many candidates: guesses are less precise there, and wrong ones cost more."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,7 +91,8 @@ def candidates(record: LightningIndexer, device: DeviceInfo, direction: Directio
     chip = gpu_of(device)
     # An H200 computes scores of 2048 queries, 64 heads and 32768 keys in 1.59 ms with four queries and eight warps, in
     # 1.79 with four warps, in 1.84 with two queries and four warps (docs/lab/token_sparse_attention_gpu.md).
-    num_candidates = max(MIN_CANDIDATES, 2 * pad_to_power_of_two(record.top_k))
+    per_selected_key = 4 if record.key.shape[1] > LONG_ROW else 2
+    num_candidates = max(MIN_CANDIDATES, per_selected_key * pad_to_power_of_two(record.top_k))
     row_bytes = _row_bytes(record, chip)
     query_rows = min(MAX_QUERY_ROWS, (QUERY_BYTES if chip.vendor == "nvidia" else QUERY_BYTES // 4) // row_bytes)
     tiles = [
@@ -103,7 +106,7 @@ def candidates(record: LightningIndexer, device: DeviceInfo, direction: Directio
             sample_warps=8,
             gather_tile=1024,
             gather_warps=4,
-            select_warps=4,
+            select_warps=8 if num_candidates > MAX_CANDIDATES_OF_FOUR_WARPS else 4,
             sort_warps=16,
         )
         for rows, keys, warps, stages in (

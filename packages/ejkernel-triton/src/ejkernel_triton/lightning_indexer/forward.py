@@ -1,5 +1,6 @@
 """Forward pass of the lightning indexer in Triton: the scores of a chunk of queries, then the selection of each row."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -10,7 +11,7 @@ from jax import lax
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.lightning_indexer import LightningIndexer, TopKeyIndicesAndScores
 from ejkernel_triton.launch import ShapeDtype, launch
-from ejkernel_triton.lightning_indexer.config import MAX_SAMPLE, IndexerTiles
+from ejkernel_triton.lightning_indexer.config import IndexerTiles
 from ejkernel_triton.lightning_indexer.spec import IndexerSpec, make_spec
 
 
@@ -27,7 +28,8 @@ def forward(record: LightningIndexer, config: IndexerTiles) -> tuple[TopKeyIndic
     (batch, tokens, *_), shape = record.query.shape, (*record.query.shape[:2], record.top_k)
     if not record.query.size or not record.key.size:
         return (jnp.full(shape, -1, jnp.int32), jnp.full(shape, -jnp.inf, jnp.float32)), ()
-    spec = make_spec(record)
+    # 8 bits are converted once, to a dtype that holds them exactly: products are those of the queries' dtype.
+    record, spec = dataclasses.replace(record, key=record.key.astype(record.query.dtype)), make_spec(record)
 
     def select(first_query: jax.Array) -> TopKeyIndicesAndScores:
         start = first_query.reshape(1, 1)
@@ -52,7 +54,7 @@ def ordered_scores_of_chunk(
     batch = record.query.shape[0]
     (ordered_scores,) = launch(
         indexer_scores_kernel,
-        (record.query, record.key, record.weights, record.key_starts, record.key_ends, first_query),
+        (record.query, record.key, record.weights, record.key_starts, record.key_ends, first_query, record.key_scales),
         [ShapeDtype((batch, spec.CHUNK, spec.S), jnp.int32)],
         batch=batch,
         grid=cdiv(spec.CHUNK, config.block_q) * cdiv(spec.S, config.keys_per_program) * batch,
@@ -117,7 +119,6 @@ def _candidates(
             "CANDIDATES": count,
             # The geometric mean of the bounds: the guess may be off by the same factor either way.
             "TARGET": math.isqrt(spec.K * count),
-            "SAMPLE": min(count, MAX_SAMPLE),
         },
         **options,
     )

@@ -27,6 +27,8 @@ class IndexerSpec:
         CHUNK: Queries whose scores are in memory at a time.
         WEIGHT_FACTOR: Magnitude of the factor on the products, by which the weights are multiplied instead.
         NEGATE_QUERIES: Whether that factor is negative.
+        HAS_KEY_SCALES: Whether products are multiplied by a factor of each key.
+        RECTIFY: Whether negative products count as 0.
         PRECISION: How Triton multiplies float32 tiles: "ieee" or "tf32x3".
         WIDEN_TO_FLOAT32: Whether operands are converted first: the interpreter multiplies the bits of bfloat16.
     """
@@ -42,6 +44,8 @@ class IndexerSpec:
     CHUNK: int
     WEIGHT_FACTOR: float
     NEGATE_QUERIES: bool
+    HAS_KEY_SCALES: bool
+    RECTIFY: bool
     PRECISION: str
     WIDEN_TO_FLOAT32: bool
 
@@ -61,6 +65,8 @@ def make_spec(record: LightningIndexer) -> IndexerSpec:
         CHUNK=queries_per_chunk(record),
         WEIGHT_FACTOR=abs(record.softmax_scale),
         NEGATE_QUERIES=record.softmax_scale < 0,
+        HAS_KEY_SCALES=record.key_scales is not None,
+        RECTIFY=record.rectify,
         PRECISION="tf32x3" if current_device().vendor == "nvidia" else "ieee",
         WIDEN_TO_FLOAT32=is_interpreting() and record.query.dtype == jnp.bfloat16,
     )

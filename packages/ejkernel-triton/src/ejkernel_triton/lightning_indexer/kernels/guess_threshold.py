@@ -29,11 +29,9 @@ def guess_threshold_kernel(
     per: tl.constexpr,
     CANDIDATES: tl.constexpr,
     TARGET: tl.constexpr,
-    SAMPLE: tl.constexpr,
 ):
-    """Stores the guess of one row: below all scores where the row has at most CANDIDATES keys.
-
-    SAMPLE, a power of two that is at most CANDIDATES, is the number of scores that are looked at.
+    """Stores the guess of one row: below all scores where the row has at most CANDIDATES keys, which is also the number
+    of scores in a sample.
     """
     row, batch = tl.program_id(0) % spec.CHUNK, tl.cast(tl.program_id(0) // spec.CHUNK, tl.int64)
     start, count = load_key_range(key_starts, key_ends, first_query, row, batch, per, spec)
@@ -41,8 +39,8 @@ def guess_threshold_kernel(
     if count > CANDIDATES:
         ordered_scores = batch_row_address(ordered_scores, batch, per.ORDERED_SCORES, spec.CHUNK * spec.S)
         row_scores = ordered_scores + tl.cast(row, tl.int64) * spec.S + start
-        i = tl.arange(0, SAMPLE).to(tl.int64)
-        x = tl.load(row_scores + i * count // SAMPLE)
-        rank = tl.maximum(tl.cast(tl.cast(TARGET, tl.int64) * SAMPLE // count, tl.int32), 1)
+        i = tl.arange(0, CANDIDATES).to(tl.int64)
+        x = tl.load(row_scores + i * count // CANDIDATES)
+        rank = tl.maximum(tl.cast(tl.cast(TARGET, tl.int64) * CANDIDATES // count, tl.int32), 1)
         guess, _, _ = bisect(x, tl.min(x, 0) - 1, tl.max(x, 0), rank - rank // 16, rank + rank // 16)
     tl.store(guesses + batch * spec.CHUNK + row, guess)

@@ -26,6 +26,7 @@ def indexer_scores_kernel(
     key_starts,
     key_ends,
     first_query,
+    key_scales,
     ordered_scores,
     spec: tl.constexpr,
     per: tl.constexpr,
@@ -59,15 +60,21 @@ def indexer_scores_kernel(
         query = batch_row_address(query, batch, per.QUERY, spec.T * spec.H * spec.D)
         key = batch_row_address(key, batch, per.KEY, spec.S * spec.D)
         weights = batch_row_address(weights, batch, per.WEIGHTS, spec.T * spec.H)
+        if spec.HAS_KEY_SCALES:
+            key_scales = batch_row_address(key_scales, batch, per.KEY_SCALES, spec.S)
         ordered_scores += (batch * spec.CHUNK + chunk_row) * spec.S
         q, w = _load_queries(query, weights, first_token, chunk_row, spec, BLOCK_Q)
         for start in tl.range(begin // BLOCK_KV * BLOCK_KV, end, BLOCK_KV):
             index = start + tl.arange(0, BLOCK_KV)
             in_keys = bounds_mask(index, spec.S, BLOCK_KV)
             k = load_tile(key, start, in_keys, spec.D, spec.D, BLOCK_KV, spec.BD, spec.S % BLOCK_KV != 0)
-            # A product that is NaN makes the score NaN.
-            rectified = tl.maximum(dot(k, tl.trans(q), spec), 0.0, propagate_nan=tl.PropagateNan.ALL)
-            by_head = tl.reshape(rectified * w[None, :], [BLOCK_KV, BLOCK_Q, spec.BH])
+            products = dot(k, tl.trans(q), spec)
+            if spec.HAS_KEY_SCALES:
+                products *= tl.load(key_scales + index, mask=in_keys, other=0.0)[:, None]
+            if spec.RECTIFY:
+                # A product that is NaN makes the score NaN.
+                products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            by_head = tl.reshape(products * w[None, :], [BLOCK_KV, BLOCK_Q, spec.BH])
             scores = integers_in_order(tl.sum(by_head, 2))
             at = ordered_scores + n[None, :] * tl.cast(spec.S, tl.int64) + index[:, None]
             tl.store(at, scores, mask=(chunk_row + n < spec.CHUNK)[None, :] & in_keys[:, None])
