@@ -51,5 +51,6 @@ def implementations() -> tuple[Implementation, ...]:
                 extra_reasons=_refusal_reasons,
             ),
             config=ConfigSpace.of(config, forward=config.IndexerTiles),
+            cases="ejkernel_triton.lightning_indexer.cases:cases",
         ),
     )
