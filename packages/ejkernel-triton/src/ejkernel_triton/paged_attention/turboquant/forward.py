@@ -28,11 +28,10 @@ def forward(record: PagedAttention, config: CodeSplits) -> tuple[tuple[jax.Array
     assert record.block_tables is not None
     spec = make_code_spec(record, config)
     partial_shape = (1, spec.T, spec.HK, spec.NUM_SPLITS, spec.G)
-    norms = (None if x is None else x.astype(jnp.float32) for x in (record.key_norms, record.value_norms))
     books = (None if x is None else x.astype(jnp.float32) for x in (record.key_codebook, record.value_codebook))
     inputs = (
         *(record.query, record.key_pages, record.key_signs, record.value_pages),
-        *(*norms, *books, record.block_tables.astype(jnp.int32), _key_ranges(record)),
+        *(record.key_norms, record.value_norms, *books, record.block_tables.astype(jnp.int32), _key_ranges(record)),
     )
     partials = launch(
         code_attention_kernel,

@@ -142,11 +142,12 @@ def code_attention_kernel(
         slot = tl.cast(tl.where(valid, page, 0), tl.int64) * spec.PAGE_SIZE + k % spec.PAGE_SIZE
         slot = slot * spec.HK + head
         keys = load_code_values(key_codes, key_codebook, slot, valid, spec.KEY_BITS, spec.KEY_LEVELS, spec)
-        scores = dot(q, tl.trans(keys), spec) * tl.load(key_norms + slot * 2, mask=valid, other=0.0)[None, :]
+        norms = tl.load(key_norms + slot * 2, mask=valid, other=0.0).to(tl.float32)
+        scores = dot(q, tl.trans(keys), spec) * norms[None, :]
         if Q > 0:
             signs = load_codes(key_signs, slot, valid, 1, Q, spec)
             signs = convert_to_dtype((2 * signs - 1).to(tl.float32), DTYPE)
-            residual_norms = tl.load(key_norms + slot * 2 + 1, mask=valid, other=0.0)
+            residual_norms = tl.load(key_norms + slot * 2 + 1, mask=valid, other=0.0).to(tl.float32)
             scores += dot(q_projected, tl.trans(signs), spec) * residual_norms[None, :]
         scores *= spec.SCORE_SCALE
         if spec.SOFT_CAP is not None:
@@ -159,7 +160,7 @@ def code_attention_kernel(
         alpha = tl.exp2(row_max - shift)
         row_sum = row_sum * alpha + tl.sum(p, 1)
         values = load_code_values(value_codes, value_codebook, slot, valid, spec.VALUE_BITS, spec.VALUE_LEVELS, spec)
-        weights = p * tl.load(value_norms + slot, mask=valid, other=0.0)[None, :]
+        weights = p * tl.load(value_norms + slot, mask=valid, other=0.0).to(tl.float32)[None, :]
         acc = add_dot(acc * alpha[:, None], convert_to_dtype(weights, DTYPE), values, spec)
         row_max = new_max
     partial = ((batch * spec.T + row) * spec.HK + head) * spec.NUM_SPLITS + split
