@@ -152,7 +152,7 @@ def convolution(gradient: bool = False) -> Workload:
     args, operations, size = (x, weight, bias), 2.0 * width * tokens * channels, 2 * tokens * channels
     made = _with_gradient(forward, args, operations, size, gradient)
     # Nothing of the forward pass is kept for its gradients, so XLA leaves it out.
-    return dataclasses.replace(made, flops=2 * operations, bytes=3 * size) if gradient else made
+    return dataclasses.replace(made, flops=2 * operations, min_hbm_bytes=3 * size) if gradient else made
 
 
 def scan(gradient: bool = False) -> Workload:

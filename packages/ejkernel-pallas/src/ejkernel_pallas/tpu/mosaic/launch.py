@@ -27,6 +27,8 @@ BlockIndex = tuple[Any, ...]
 
 DEFAULT_VMEM_LIMIT_BYTES = 48 * 2**20
 """The default limit of a kernel's VMEM: that of the chip with the least VMEM, minus what XLA keeps there."""
+SMEM_BYTES = 2**20
+"""Scalar memory of a core of every chip."""
 MIN_COMPILER_VMEM_BYTES = 8 * 2**20
 """The least VMEM reserved for the compiler, in addition to blocks and scratch memory, where `vmem_limit_bytes` computes
 a kernel's limit; a quarter of these if that is more.
@@ -121,8 +123,52 @@ class KernelCall:
         return x.spec(lambda *step: (*self.coordinate_map(*step[:count]), step[table]))
 
 
+@dataclasses.dataclass(frozen=True)
+class KernelMemory:
+    """The memory that a kernel asks for, without what the compiler adds: spilled registers and padding of tiles.
+
+    Attributes:
+        vmem_bytes: Two buffers of every block in VMEM, and scratch memory there.
+        smem_bytes: Scalar tables, two buffers of every block in SMEM, and scratch memory there.
+    """
+
+    vmem_bytes: int
+    smem_bytes: int
+
+
+def memory_of(call: KernelCall) -> KernelMemory:
+    """Returns the memory of a kernel, computed from shapes alone."""
+    operands = (*call.inputs.values(), *call.outputs.values())
+    tables = [*call.scalar_tables.values(), *(x.table for x in call.inputs.values() if x.table is not None)]
+    total = dict.fromkeys((pltpu.VMEM, pltpu.SMEM), 0) | {pltpu.SMEM: sum(4 * math.prod(x.shape) for x in tables)}
+    for x in operands:
+        total[x.memory_space or pltpu.VMEM] += 2 * x.block_bytes if x.block is not None else 0
+    for x in jax.tree.leaves(tuple(call.scratch.values())):
+        if getattr(x, "memory_space", None) in total:
+            total[x.memory_space] += math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
+    return KernelMemory(vmem_bytes=total[pltpu.VMEM], smem_bytes=total[pltpu.SMEM])
+
+
+def check_memory(call: KernelCall) -> None:
+    """Raises ValueError, before compilation, if a kernel needs more memory than it can have. Implementations refuse
+    such calls first; their limits are in terms of the call.
+    """
+    memory = memory_of(call)
+    for kind, needed, limit in (
+        ("VMEM", memory.vmem_bytes, call.vmem_limit),
+        ("SMEM", memory.smem_bytes, SMEM_BYTES),
+    ):
+        if needed > limit:
+            raise ValueError(f"{call.name}: got blocks and tables of {needed} bytes of {kind}, wants at most {limit}")
+
+
 def launch(call: KernelCall) -> dict[str, jax.Array]:
-    """Runs a kernel; returns its results by name."""
+    """Runs a kernel; returns its results by name.
+
+    Raises:
+        ValueError: The kernel needs more memory than a chip has.
+    """
+    check_memory(call)
     inputs, outputs = call.inputs, list(call.outputs)
     names = (*call.scalar_tables, *inputs, *outputs, *call.scratch)
     tables = [*call.scalar_tables.values(), *(x.table for x in inputs.values() if x.table is not None)]
