@@ -54,12 +54,14 @@ class Side:
         is_whole: Whether the device has all rows, and all contracted elements, and sends nothing.
         options: Of XLA's compiler.
         has_gradients: Whether its gradients are timed.
+        is_optional: Whether it is left out where JAX or XLA do not have it.
     """
 
     call: Callable[[jax.Array, jax.Array], jax.Array]
     is_whole: bool = False
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     has_gradients: bool = True
+    is_optional: bool = False
 
 
 def jax_all_gather_matmul(x: jax.Array, y: jax.Array, tile_n: int) -> jax.Array:
@@ -86,11 +88,11 @@ def sides_of(product: str, on_gpu: bool) -> dict[str, Side]:
     alone = jnp.matmul if product == "all-gather" else lambda x, y: x @ y.T
     sides = {"product alone": Side(alone, is_whole=True), "collective": ours(overlap=False), "ring": ours(overlap=True)}
     if on_gpu:
-        sides["ring, peer"] = ours(overlap=True, **PEER)
+        sides["ring, peer"] = dataclasses.replace(ours(overlap=True, **PEER), is_optional=True)
     if on_gpu and product == "all-gather":
         for tile_n in (128, 256):
             call = functools.partial(jax_all_gather_matmul, tile_n=tile_n)
-            sides[f"jax collective_matmul_mgpu, tile_n {tile_n}"] = Side(call, has_gradients=False)
+            sides[f"jax collective_matmul_mgpu, tile_n {tile_n}"] = Side(call, has_gradients=False, is_optional=True)
     return sides
 
 
@@ -150,8 +152,8 @@ def measure(product: str, sizes: tuple[int, int, int], mesh: Mesh, rounds: int, 
                 continue
             try:
                 programs[name] = compiled(product, side, mesh, arrays[side.is_whole], which == "gradients")
-            except (NotImplementedError, ValueError, jax.errors.JaxRuntimeError) as error:
-                if not name.startswith("jax "):
+            except (ImportError, NotImplementedError, ValueError, jax.errors.JaxRuntimeError) as error:
+                if not side.is_optional:
                     raise
                 print(f"<!-- {name} is left out: {str(error).splitlines()[0]} -->", flush=True)
         outputs = {name: program(*arrays[sides[name].is_whole]) for name, program in programs.items()}
