@@ -107,9 +107,8 @@ def ring(devices: int, kv_heads: int = HEADS, gradient: bool = False) -> Workloa
     )
 
 
-def collective(kind: str, devices: int = 4) -> Workload:
-    """A product of Llama 3 8B's feed-forward over devices: 4096 tokens, 4096 wide, 14336 features."""
-    tokens, width, features = 4096, 4096, 14336
+def collective(kind: str, devices: int = 4, tokens: int = 4096, width: int = 4096, features: int = 14336) -> Workload:
+    """A product of a feed-forward over devices; its sizes are those of Llama 3 8B."""
     rows, columns = PartitionSpec("tp"), PartitionSpec(None, "tp")
 
     def gather(x: Any, y: Any) -> Any:
