@@ -19,6 +19,9 @@ PARAMETERS = (
     "ejk_candidates",
 )
 COVER = ("all", "first", "rest")
+OF_OUTPUTS = ("test_value", "test_determinism", "test_eager_equals_jit")
+OF_GRADIENTS = ("test_gradients", "test_gradient_determinism")
+"""The transforms that run a program of a case's output, and one of its gradients, on the inputs of the case."""
 _tests = pytest.StashKey[list[tuple[Any, Any]]]()
 ELSEWHERE = "ejkernel_elsewhere"
 
@@ -87,6 +90,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
+    _note_subjects_asked_for_both(items)
+
+
+def _note_subjects_asked_for_both(items: list[pytest.Item]) -> None:
+    """Lets subjects whose output and whose gradients are tested have one program for both."""
+    asked = [(_transform(item), parameter) for item in items if (parameter := parameter_of(item)) is not None]
+    if not asked:
+        return
+    from ejkernel_conformance.running import asked_for_both
+
+    outputs = {id(subject) for transform, subject in asked if transform in OF_OUTPUTS}
+    asked_for_both.update(s for transform, s in asked if transform in OF_GRADIENTS and id(s) in outputs)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Container
 from typing import Any
 
@@ -55,9 +56,16 @@ def leaves_by_name(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in found}
 
 
+asked_for_both: weakref.WeakSet[Subject] = weakref.WeakSet()
+"""The subjects whose output and whose gradients a run of the suite asks for: one program computes both."""
+
+
 @functools.lru_cache(maxsize=KEPT)
 def forward(subject: Subject) -> Callable[[Any], Any]:
     """Returns the compiled operation: args -> output."""
+    if subject in asked_for_both:
+        run, given = _together(subject), cotangent(subject.op, subject.case)
+        return lambda args: run(args, given)[0]
     plan = pinned_plan(subject.op, subject.implementation)
     return jax.jit(lambda args: call(plan, args))
 
@@ -65,8 +73,22 @@ def forward(subject: Subject) -> Callable[[Any], Any]:
 @functools.lru_cache(maxsize=KEPT)
 def forward_and_backward(subject: Subject) -> Callable[[Any, Any], tuple[Any, Gradients]]:
     """Returns the compiled operation with its gradients: (args, cotangent) -> (output, gradients)."""
+    if subject in asked_for_both:
+        run = _together(subject)
+        return lambda args, cotangent: run(args, cotangent)[1]
+    return jax.jit(_differentiated(subject))
+
+
+@functools.lru_cache(maxsize=KEPT)
+def _together(subject: Subject) -> Callable[[Any, Any], tuple[Any, tuple[Any, Gradients]]]:
+    """Returns a program of a call that is not differentiated, and of one that is."""
+    plan, differentiated = pinned_plan(subject.op, subject.implementation), _differentiated(subject)
+    return jax.jit(lambda args, cotangent: (call(plan, args), differentiated(args, cotangent)))
+
+
+def _differentiated(subject: Subject) -> Callable[[Any, Any], tuple[Any, Gradients]]:
     plan, names = pinned_plan(subject.op, subject.implementation), differentiable_inputs(subject.op, subject.case)
-    return jax.jit(with_gradients(lambda args: call(plan, args), names))
+    return with_gradients(lambda args: call(plan, args), names)
 
 
 @functools.lru_cache(maxsize=KEPT)
