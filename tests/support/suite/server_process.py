@@ -46,7 +46,8 @@ def _run(request: list[str]) -> int:
     kind, *arguments = request
     try:
         if kind == "pytest":
-            return int(pytest.main(arguments))
+            # What earlier requests have imported is not rewritten.
+            return int(pytest.main(["-W", "ignore::pytest.PytestAssertRewriteWarning", *arguments]))
         sys.argv = arguments
         sys.path.insert(0, os.path.dirname(arguments[0]))
         runpy.run_path(arguments[0], run_name="__main__")
