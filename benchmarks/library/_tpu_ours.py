@@ -13,6 +13,7 @@ from ejkernel.modules import (
     all_gather_matmul,
     causal_conv1d,
     flash_attention,
+    fused_cross_entropy,
     gated_delta_rule,
     gated_grouped_matmul,
     gated_linear_attention,
@@ -400,3 +401,21 @@ def latent_dense(heads: int, caches: tuple[int, ...] = (576,)) -> Workload:
     arrays = [jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in shapes]
     flops, size = 2 * 16 * 2048 * heads * (576 + 512), 2 * 16 * 2048 * 576
     return Workload(function=function, args=(*arrays, np.full(16, 2048, np.int32)), flops=flops, min_hbm_bytes=size)
+
+
+def linear_cross_entropy(gradient: bool = False) -> Workload:
+    """The loss of an output layer from hidden states: some tokens of Llama 3 with part of its vocabulary; with the
+    gradients, whose kernels compute the logits again, twice.
+    """
+    tokens, channels, entries = 2048, 4096, 16384
+
+    def loss(hidden: Any, head: Any, targets: Any) -> Any:
+        return fused_cross_entropy(hidden=hidden, lm_head_weight=head, targets=targets, platform="pallas").loss
+
+    shape, size = jax.ShapeDtypeStruct, jnp.bfloat16
+    args = (shape((tokens, channels), size), shape((channels, entries), size), shape((tokens,), jnp.int32))
+    product, arrays = 2.0 * tokens * channels * entries, 2.0 * channels * (tokens + entries)
+    if gradient:
+        both = jax.grad(loss, (0, 1))
+        return Workload(function=both, args=args, flops=5 * product, min_hbm_bytes=2 * arrays)
+    return Workload(function=loss, args=args, flops=product, min_hbm_bytes=arrays)

@@ -145,7 +145,11 @@ STEPS = tuple(
 )
 VECTORS = tuple(
     case(f"{what}{', and its gradients' * gradient}, ejkernel", build, OURS, gradient=gradient)
-    for what, build in (("causal convolution", "convolution"), ("selective scan", "scan"))
+    for what, build in (
+        ("causal convolution", "convolution"),
+        ("selective scan", "scan"),
+        ("cross-entropy from hidden states", "linear_cross_entropy"),
+    )
     for gradient in (False, True)
 )
 SELECTED = tuple(

@@ -13,6 +13,7 @@ from ejkernel_pallas.gpu import ring_attention as gpu_ring_attention
 from ejkernel_pallas.gpu import tiled_attention as gpu_tiled_attention
 from ejkernel_pallas.tpu import causal_convolution as tpu_causal_convolution
 from ejkernel_pallas.tpu import collective_matmul as tpu_collective_matmul
+from ejkernel_pallas.tpu import cross_entropy as tpu_cross_entropy
 from ejkernel_pallas.tpu import grouped_matmul as tpu_grouped_matmul
 from ejkernel_pallas.tpu import latent_attention as tpu_latent_attention
 from ejkernel_pallas.tpu import linear_recurrence as tpu_linear_recurrence
@@ -44,4 +45,5 @@ def ejkernel_implementations() -> tuple[Implementation, ...]:
         *tpu_ring_attention.implementations(),
         *tpu_paged_attention.implementations(),
         *tpu_latent_attention.implementations(),
+        *tpu_cross_entropy.implementations(),
     )

@@ -183,7 +183,7 @@ class FusedCrossEntropyConfig(_SequenceConfig):
     """Blocks of `fused_cross_entropy`. `None` lets the heuristics decide.
 
     Attributes:
-        block_v: Entries of the vocabulary per block of logits, in XLA.
+        block_v: Entries of the vocabulary per block of logits, in XLA and on TPUs.
         block_m: Tokens per block.
         num_warps: Warps per program.
         num_stages: No kernel reads it.
