@@ -5,10 +5,6 @@ REASONS_WITHOUT_TPU_KERNEL = {
         "the weights of all pairs are an output, and writing them takes more of the memory's time than computing "
         "them; `flash_attention` has a kernel, without weights"
     ),
-    "cross_entropy": (
-        "XLA's products with a block of the vocabulary run on the matrix units at their peak; a kernel would save "
-        "the pass of each block of logits through HBM, and is not written"
-    ),
     "expert_routing": (
         "it is one top-k and one sort of the chosen experts, without a product: XLA has both, and Mosaic has no sort"
     ),

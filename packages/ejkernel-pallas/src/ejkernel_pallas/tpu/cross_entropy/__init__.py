@@ -36,5 +36,7 @@ def implementations() -> tuple[Implementation, ...]:
             ConfigSpace.of(config, forward=config.TpuLossTiles),
             requires,
             fields_without_gradient=frozenset({"lm_head_bias"}),
+            # XLA has three products, the kernels five: they save memory, not time (docs/pallas_tpu.md).
+            priority=-10,
         ),
     )
