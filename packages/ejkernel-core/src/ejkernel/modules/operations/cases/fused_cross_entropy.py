@@ -64,7 +64,7 @@ _CASE_TABLE: tuple[Row[CrossEntropySizes], ...] = (
         "head, capped",
         CrossEntropySizes((36,), 65, 16),
         lambda key: {"logit_softcap": 5.0, "z_loss": 1e-3, "reduction": "sum"},
-        ("lm_head", "logits_soft_cap", "z_loss"),
+        ("lm_head", "logits_soft_cap", "z_loss", "sum_over_tokens"),
         (),
     ),
     (
