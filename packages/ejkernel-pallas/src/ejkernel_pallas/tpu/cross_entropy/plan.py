@@ -40,5 +40,5 @@ def working_bytes(hidden: Operand, head: Operand, spec: LossSpec) -> int:
     """Returns the bytes of VMEM for a tile of logits and what is computed of it, and for the parts in bfloat16 into
     which products split blocks of float32.
     """
-    splits = 4 * (hidden.block_bytes + head.block_bytes) if hidden.array.dtype.itemsize > 2 else 0
+    splits = 4 * (states.block_bytes + head.block_bytes) if states.array.dtype.itemsize > 2 else 0
     return 4 * spec.block_t * spec.block_v * 4 + splits
