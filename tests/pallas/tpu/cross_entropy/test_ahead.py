@@ -25,7 +25,7 @@ def test_both_passes_compile_and_keep_no_logits(dtype, name):
     arguments = (shaped((T, D), dtype), shaped((D, V), dtype), shaped((T,), "int32"))
     with target_device(DeviceInfo(platform="tpu", vendor="google", kind=PROFILED[name].kind)):
         made = compiled(both, arguments, name)
-    for kernel in ("linear_statistics", "hidden_gradient", "head_gradient"):
+    for kernel in ("linear_statistics", "input_gradient", "head_gradient"):
         assert f"ejkernel_cross_entropy_{kernel}" in made.as_text()
     # Hidden states and gradients in whole blocks, and numbers of tokens.
     itemsize = jnp.dtype(dtype).itemsize

@@ -12,7 +12,7 @@ from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.cross_entropy import plan
 from ejkernel_pallas.tpu.cross_entropy.config import TpuLossTiles
 from ejkernel_pallas.tpu.cross_entropy.kernels.head_gradient import head_gradient
-from ejkernel_pallas.tpu.cross_entropy.kernels.hidden_gradient import hidden_gradient
+from ejkernel_pallas.tpu.cross_entropy.kernels.input_gradient import input_gradient
 from ejkernel_pallas.tpu.cross_entropy.kernels.tile import LossRefs
 from ejkernel_pallas.tpu.cross_entropy.spec import LossSpec, make_spec
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, identity_index, launch, vmem_limit_bytes
@@ -37,22 +37,22 @@ def backward(pullback: Pullback, config: TpuLossTiles) -> dict[str, jax.Array]:
         record, pullback.output[1], loss_cotangent, 0.0 if record.sum_over_tokens else lse_cotangent
     )
     spec, found = make_spec(record, config), {}
-    hidden = plan.hidden_states(record, spec)
+    states = plan.input_states(record, spec)
     if "inputs" in pullback.grad_fields:
-        found["inputs"] = _hidden_gradient(record, hidden, factors, spec)
+        found["inputs"] = _input_gradient(record, states, factors, spec)
     if "lm_head" in pullback.grad_fields:
-        found["lm_head"] = _head_gradient(record, hidden, factors, spec)
+        found["lm_head"] = _head_gradient(record, states, factors, spec)
     return found
 
 
-def _hidden_gradient(
-    record: CrossEntropy, hidden: jax.Array, factors: LogitGradientFactors, spec: LossSpec
+def _input_gradient(
+    record: CrossEntropy, states: jax.Array, factors: LogitGradientFactors, spec: LossSpec
 ) -> jax.Array:
     rows = _run(
-        "hidden_gradient",
-        functools.partial(hidden_gradient, spec=spec),
-        _inputs(record, hidden, factors, spec),
-        plan.hidden_operand(jax.ShapeDtypeStruct(hidden.shape, hidden.dtype), spec),
+        "input_gradient",
+        functools.partial(input_gradient, spec=spec),
+        _inputs(record, states, factors, spec),
+        plan.input_operand(jax.ShapeDtypeStruct(states.shape, states.dtype), spec),
         spec,
         entries_first=False,
     )
@@ -60,7 +60,7 @@ def _hidden_gradient(
     return (rows[: record.weights.shape[0]] * scale).astype(record.inputs.dtype)
 
 
-def _head_gradient(record: CrossEntropy, hidden: jax.Array, factors: LogitGradientFactors, spec: LossSpec) -> jax.Array:
+def _head_gradient(record: CrossEntropy, states: jax.Array, factors: LogitGradientFactors, spec: LossSpec) -> jax.Array:
     assert record.lm_head is not None  # records with logits are refused
     scale = jnp.max(factors.scale, initial=jnp.finfo(jnp.float32).tiny)
     share = factors.scale / scale
@@ -70,7 +70,7 @@ def _head_gradient(record: CrossEntropy, hidden: jax.Array, factors: LogitGradie
     gradient = _run(
         "head_gradient",
         functools.partial(head_gradient, spec=spec),
-        _inputs(record, hidden, shares, spec),
+        _inputs(record, states, shares, spec),
         plan.head_operand(jax.ShapeDtypeStruct(record.lm_head.shape, record.lm_head.dtype), spec),
         spec,
         entries_first=True,
@@ -79,7 +79,7 @@ def _head_gradient(record: CrossEntropy, hidden: jax.Array, factors: LogitGradie
 
 
 def _inputs(
-    record: CrossEntropy, hidden: jax.Array, factors: LogitGradientFactors, spec: LossSpec
+    record: CrossEntropy, states: jax.Array, factors: LogitGradientFactors, spec: LossSpec
 ) -> dict[str, Operand]:
     """Returns the inputs of either kernel."""
     columns = {
@@ -89,7 +89,7 @@ def _inputs(
         "target_factor": factors.target_factor,
     }
     return {
-        "hidden": plan.hidden_operand(hidden, spec),
+        "states": plan.input_operand(states, spec),
         "head": plan.head_operand(record.lm_head, spec),
         **{name: plan.column_operand(x, spec) for name, x in columns.items()},
     }
@@ -119,7 +119,7 @@ def _run(
             scratch=scratch,
             coordinate_map=_swap if entries_first else identity_index,
             vmem_limit=vmem_limit_bytes((*inputs.values(), gradient), scratch)
-            + plan.working_bytes(inputs["hidden"], inputs["head"], spec),
+            + plan.working_bytes(inputs["states"], inputs["head"], spec),
         )
     )
     return results["gradient"]

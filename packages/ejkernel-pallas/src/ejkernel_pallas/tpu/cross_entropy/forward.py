@@ -35,13 +35,13 @@ def forward(record: CrossEntropy, config: TpuLossTiles) -> tuple[Any, CrossEntro
     """
     assert record.lm_head is not None  # records with logits are refused
     spec = make_spec(record, config)
-    hidden = plan.hidden_states(record, spec)
+    states = plan.input_states(record, spec)
     inputs = {
-        "hidden": plan.hidden_operand(hidden, spec),
+        "states": plan.input_operand(states, spec),
         "head": plan.head_operand(record.lm_head, spec),
         "targets": plan.column_operand(record.targets, spec),
     }
-    rows = jax.ShapeDtypeStruct((hidden.shape[0], LANES), jnp.float32)
+    rows = jax.ShapeDtypeStruct((states.shape[0], LANES), jnp.float32)
     outputs = {"statistics": Operand(rows, (spec.block_t, LANES), lambda *step: (step[0], 0))}
     of_lanes = pltpu.VMEM((spec.block_t, LANES), jnp.float32)
     scratch = {
@@ -62,7 +62,7 @@ def forward(record: CrossEntropy, config: TpuLossTiles) -> tuple[Any, CrossEntro
             outputs=outputs,
             scratch=scratch,
             vmem_limit=vmem_limit_bytes((*inputs.values(), *outputs.values()), scratch)
-            + plan.working_bytes(inputs["hidden"], inputs["head"], spec),
+            + plan.working_bytes(inputs["states"], inputs["head"], spec),
         )
     )
     return _losses(record, results["statistics"]), CrossEntropyResiduals()

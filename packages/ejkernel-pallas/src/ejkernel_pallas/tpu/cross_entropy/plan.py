@@ -10,7 +10,7 @@ from ejkernel_pallas.tpu.cross_entropy.spec import LossSpec
 from ejkernel_pallas.tpu.mosaic.launch import Operand
 
 
-def hidden_states(record: CrossEntropy, spec: LossSpec) -> jax.Array:
+def input_states(record: CrossEntropy, spec: LossSpec) -> jax.Array:
     """Returns the hidden states in whole blocks; 0 for tokens of weight 0, which may hold NaN, and past the last."""
     return pad_tokens(jnp.where((record.weights != 0)[:, None], record.inputs, 0), spec)
 
@@ -21,9 +21,9 @@ def pad_tokens(array: jax.Array, spec: LossSpec) -> jax.Array:
     return jnp.pad(array, [(0, padding)] + [(0, 0)] * (array.ndim - 1))
 
 
-def hidden_operand(hidden: Any, spec: LossSpec) -> Operand:
+def input_operand(states: Any, spec: LossSpec) -> Operand:
     """Returns the operand of a block of hidden states; steps are (token block, entry block)."""
-    return Operand(hidden, (spec.block_t, hidden.shape[1]), lambda *step: (step[0], 0))
+    return Operand(states, (spec.block_t, states.shape[1]), lambda *step: (step[0], 0))
 
 
 def head_operand(head: Any, spec: LossSpec) -> Operand:
@@ -36,7 +36,7 @@ def column_operand(numbers: jax.Array, spec: LossSpec) -> Operand:
     return Operand(pad_tokens(numbers, spec)[:, None], (spec.block_t, 1), lambda *step: (step[0], 0))
 
 
-def working_bytes(hidden: Operand, head: Operand, spec: LossSpec) -> int:
+def working_bytes(states: Operand, head: Operand, spec: LossSpec) -> int:
     """Returns the bytes of VMEM for a tile of logits and what is computed of it, and for the parts in bfloat16 into
     which products split blocks of float32.
     """

@@ -15,7 +15,7 @@ def head_gradient(refs: LossRefs, *, spec: LossSpec) -> None:
     def _() -> None:
         refs.acc[...] = jnp.zeros_like(refs.acc)
 
-    refs.acc[...] += product(refs.hidden[...], logit_gradient(refs, block, spec), (0, 0))
+    refs.acc[...] += product(refs.states[...], logit_gradient(refs, block, spec), (0, 0))
 
     @pl.when(token_block == spec.num_token_blocks - 1)
     def _() -> None:

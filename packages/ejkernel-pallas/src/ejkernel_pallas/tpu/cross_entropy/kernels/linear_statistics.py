@@ -1,8 +1,8 @@
 """The forward kernel: logits of a block of tokens, a tile of the vocabulary at a time, and their statistics.
 
 HBM   head     ── double buffer ──►  block v                [D, block_v]
-VMEM  hidden                         block t, once          [block_t, D]
-MXU                                  hidden x block v
+VMEM  states                         block t, once          [block_t, D]
+MXU                                  states x block v
 VPU                                  largest, sum of exponentials, expected logit, per lane
 HBM   statistics ◄────────────────── after the last block v
 """

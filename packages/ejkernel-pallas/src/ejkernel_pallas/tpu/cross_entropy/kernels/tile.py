@@ -17,7 +17,7 @@ class LossRefs:
     """Refs of all kernels; a field that is None is not needed.
 
     Attributes:
-        hidden: [block_t, D].
+        states: [block_t, D].
         head: [D, block_v].
         targets: int32 [block_t, 1].
         lse: float32 [block_t, 1].
@@ -32,7 +32,7 @@ class LossRefs:
         acc: Scratch, float32 of the gradient's block.
     """
 
-    hidden: Ref
+    states: Ref
     head: Ref
     targets: Ref
     lse: Ref = None
@@ -66,7 +66,7 @@ def entries_of_block(block: Any, spec: LossSpec) -> jax.Array:
 
 def capped_logits(refs: LossRefs, spec: LossSpec) -> jax.Array:
     """Returns a tile of logits with the soft cap."""
-    values = product(refs.hidden[...], refs.head[...], (1, 0))
+    values = product(refs.states[...], refs.head[...], (1, 0))
     return values if spec.soft_cap is None else spec.soft_cap * jnp.tanh(values / spec.soft_cap)
 
 
@@ -79,4 +79,4 @@ def logit_gradient(refs: LossRefs, block: Any, spec: LossSpec) -> jax.Array:
         gradient = gradient * (1 - (values / spec.soft_cap) ** 2)
     if spec.num_entries % spec.block_v:
         gradient = jnp.where(entries < spec.num_entries, gradient, 0)
-    return gradient.astype(refs.hidden.dtype)
+    return gradient.astype(refs.states.dtype)

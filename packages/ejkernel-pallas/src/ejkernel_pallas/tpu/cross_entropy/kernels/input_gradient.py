@@ -9,7 +9,7 @@ from ejkernel_pallas.tpu.cross_entropy.kernels.tile import LossRefs, logit_gradi
 from ejkernel_pallas.tpu.cross_entropy.spec import LossSpec
 
 
-def hidden_gradient(refs: LossRefs, *, spec: LossSpec) -> None:
+def input_gradient(refs: LossRefs, *, spec: LossSpec) -> None:
     """Adds what a tile of entries gives to the gradient of a block of hidden states, and stores it after the last."""
     block, last = pl.program_id(1), spec.num_entry_blocks - 1
 
