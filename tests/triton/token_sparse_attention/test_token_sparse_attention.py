@@ -32,7 +32,8 @@ FLOAT32 = {**GROUPED, "dtype": jnp.float32}
 
 
 def test_conformance():
-    assert_conforms(("token_sparse_attention",), f"({VALUES}) or ({GRADIENTS}) or ({VMAP})")
+    # Pages of FP8 are served elsewhere.
+    assert_conforms(("token_sparse_attention",), f"(({VALUES}) or ({GRADIENTS}) or ({VMAP})) and not fp8")
 
 
 def test_awkward_sizes_in_the_interpreter():
