@@ -1,7 +1,9 @@
 """The one path of a call: record -> validate -> lower -> (shard_map) -> dispatch -> chain -> kernel."""
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Generator, Mapping
 from typing import Any, get_args
 
 import jax
@@ -164,14 +166,20 @@ def decide(op: Op, args: Any, **options: Any) -> Decision:
             return record_on_shard(op, args, placed, _as_specs(specs), out_specs, explain_record)
         return explain_record(op.lower(args))
 
-    variables: dict[Any, Any] = {caller_arguments: args, caller_platform: plan.platform, nested_call_notes: []}
-    outer = [(variable, variable.set(value)) for variable, value in variables.items()]
-    try:
+    with _context({caller_arguments: args, caller_platform: plan.platform, nested_call_notes: []}):
         jax.eval_shape(explain_traced_call, args)
-    finally:
-        for variable, token in outer:
-            variable.reset(token)
     return decisions[0]
+
+
+@contextlib.contextmanager
+def _context(values: Mapping[Any, Any]) -> Generator[None]:
+    """Sets context variables, and sets them back at the end."""
+    tokens = {variable: variable.set(value) for variable, value in values.items()}
+    try:
+        yield
+    finally:
+        for variable, token in tokens.items():
+            variable.reset(token)
 
 
 # Not inlined: an eager `jax.grad` would run the backward pass outside of `jit`, and compile its loops in every call.

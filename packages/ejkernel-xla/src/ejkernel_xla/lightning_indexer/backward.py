@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.expert_routing import order_preserving_integers
-from ejkernel.families.lightning_indexer import LightningIndexer, accumulator, take_keys
+from ejkernel.families.lightning_indexer import LightningIndexer, accumulator, rectify, take_keys
 from ejkernel.planning.page_slots import slots_of_tokens
 from ejkernel.planning.precision import product_precision
 from ejkernel.types.pullback import Pullback
@@ -91,7 +91,7 @@ def _tile_gradients(tile: Arrays, key: jax.Array, scales: jax.Array | None, reco
     factors = _score_factors(scales, rows, record)
     products = jnp.where(rows[:, None] >= 0, product("thd,tkd->thk", query, selected) * factors, 0)
     dscores = jnp.where(rows >= 0, cotangent, 0).astype(dtype)[:, None]
-    dweights = jnp.sum(dscores * (jnp.maximum(products, 0) if record.rectify else products), axis=2)
+    dweights = jnp.sum(dscores * (rectify(products) if record.rectify else products), axis=2)
     has_gradient = products > 0 if record.rectify else rows[:, None] >= 0
     dproducts = jnp.where(has_gradient, dscores * weights.astype(dtype)[..., None] * factors, 0)
     dproducts = dproducts.astype(query.dtype)
@@ -125,7 +125,7 @@ def _largest_of_each_block(
         preferred_element_type=dtype,
     )
     products = products * _score_factors(scales, rows, record)
-    products = jnp.maximum(products, 0) if record.rectify else products
+    products = rectify(products) if record.rectify else products
     in_order = order_preserving_integers(jnp.sum(weights.astype(dtype)[..., None] * products, axis=1))
     blocks = (rows.shape[0], -1, record.block_size)
     in_order = jnp.where(rows >= 0, in_order, jnp.iinfo(in_order.dtype).min).reshape(blocks)

@@ -8,7 +8,7 @@ from jax import lax
 
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.expert_routing import order_preserving_integers
-from ejkernel.families.lightning_indexer import LightningIndexer, TopKeyIndicesAndScores, accumulator, num_keys
+from ejkernel.families.lightning_indexer import LightningIndexer, TopKeyIndicesAndScores, accumulator, num_keys, rectify
 from ejkernel.planning.precision import product_precision
 from ejkernel_xla.lightning_indexer.config import IndexerTiles, sizes
 from ejkernel_xla.lightning_indexer.kernels import running_top_k
@@ -121,7 +121,7 @@ def _ordered_scores(
     )
     products = products * record.softmax_scale
     products = products if key.scales is None else products * key.scales.astype(dtype)
-    products = jnp.maximum(products, 0) if record.rectify else products
+    products = rectify(products) if record.rectify else products
     in_order = order_preserving_integers(jnp.sum(weights.astype(dtype)[..., None] * products, axis=1))
     index = start + jnp.arange(block_k, dtype=jnp.int32)
     is_selectable = (index >= starts[:, None]) & (index < ends[:, None])

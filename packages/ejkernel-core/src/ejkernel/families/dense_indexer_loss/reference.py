@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.dense_indexer_loss.record import DenseIndexerLoss, DenseIndexerLossResiduals, accumulator
+from ejkernel.families.lightning_indexer import rectify
 
 
 def reference(record: DenseIndexerLoss) -> tuple[jax.Array, DenseIndexerLossResiduals]:
@@ -38,7 +39,7 @@ def reference(record: DenseIndexerLoss) -> tuple[jax.Array, DenseIndexerLossResi
     products = jnp.einsum(
         "btje,bse->btjs", record.query_index.astype(dtype), record.key_index.astype(dtype), precision=highest
     )
-    rectified = jax.nn.relu(products * record.index_softmax_scale)
+    rectified = rectify(products * record.index_softmax_scale)
     index_scores = jnp.sum(record.index_weights.astype(dtype)[..., None] * rectified, axis=2)
     index_lse, log_share = _log_softmax(index_scores, attends)
     has_weight = attends & (target != 0)  # also where it is NaN

@@ -8,6 +8,7 @@ from ejkernel.families.lightning_indexer.record import (
     axes,
     floats_from_ordered_integers,
     num_keys,
+    rectify,
     take_keys,
 )
 from ejkernel.families.lightning_indexer.reference import reference
@@ -20,6 +21,7 @@ __all__ = [
     "axes",
     "floats_from_ordered_integers",
     "num_keys",
+    "rectify",
     "reference",
     "take_keys",
 ]

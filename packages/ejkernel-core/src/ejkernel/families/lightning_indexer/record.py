@@ -82,6 +82,11 @@ def floats_from_ordered_integers(integers: jax.Array, dtype: Any) -> jax.Array:
     return lax.bitcast_convert_type(jnp.where(integers < 0, smallest - integers, integers), dtype)
 
 
+def rectify(products: jax.Array) -> jax.Array:
+    """Returns `max(0, products)`, and NaN for NaN, which XLA's maximum for CPUs loses."""
+    return jnp.where(products <= 0, 0, products)
+
+
 def take_keys(keys: jax.Array, indices: jax.Array) -> jax.Array:
     """Returns the keys at some indices, 0 for an index below 0: [S, D] and [..., K] -> [..., K, D]."""
     if not keys.shape[0]:

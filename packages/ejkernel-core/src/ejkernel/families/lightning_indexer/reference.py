@@ -34,6 +34,7 @@ from ejkernel.families.lightning_indexer.record import (
     TopKeyIndicesAndScores,
     accumulator,
     num_keys,
+    rectify,
     take_keys,
 )
 from ejkernel.planning.page_slots import slots_of_tokens
@@ -76,7 +77,7 @@ def _scores_of_every_key(record: LightningIndexer) -> tuple[jax.Array, jax.Array
     products = jnp.einsum("bthd,bsd->bths", query, key, precision=lax.Precision.HIGHEST) * record.softmax_scale
     if scales is not None:
         products = products * scales.astype(dtype)[:, None, None]
-    products = jax.nn.relu(products) if record.rectify else products
+    products = rectify(products) if record.rectify else products
     return jnp.sum(weights[..., None] * products, axis=2), selectable
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.dense_indexer_loss import DenseIndexerLoss, accumulator
+from ejkernel.families.lightning_indexer import rectify
 from ejkernel.planning.precision import product_precision
 
 
@@ -54,7 +55,7 @@ def tile_scores(tile: QueryTile, keys: KeyRows, record: DenseIndexerLoss, start:
     grouped = tile.query.reshape(tokens, key.shape[1], heads // key.shape[1], size)
     attention = product(record, "tgjd,kgd->tgjk", grouped, key).reshape(tokens, heads, block_k) * record.softmax_scale
     products = product(record, "tje,ke->tjk", tile.query_index, key_index) * record.index_softmax_scale
-    rectified = jnp.maximum(products, 0)
+    rectified = rectify(products)
     scores = jnp.sum(tile.weights.astype(rectified.dtype)[..., None] * rectified, axis=1)
     return TileScores(
         attention_scores=jnp.where(attends[:, None], attention, -jnp.inf),
