@@ -14,7 +14,7 @@ outputs. The rotations of queries and outputs are in the times.
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,13 @@ from shared.turns import TimedCall, time_in_turns
 
 COLUMNS = ("shape", "side", "ms", "rate", "tokens of bfloat16")
 FLAGS = {"--check": "no times: a small batch, anywhere", **shared.report.CANDIDATES_FLAG}
+
+
+def in_chunks(function: Callable[..., tuple[jax.Array, ...]], *pages: jax.Array) -> tuple[jax.Array, ...]:
+    """Calls a function on 256 pages at a time, since float32 copies of a whole cache would not fit."""
+    compiled = jax.jit(function)
+    chunks = [compiled(*(x[start : start + 256] for x in pages)) for start in range(0, pages[0].shape[0], 256)]
+    return tuple(jnp.concatenate(parts) for parts in zip(*chunks, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,19 +67,19 @@ class Format:
         """The pages of codes, signs and norms, a few hundred pages at a time."""
         rotation, projection, key_book, value_book = self.tables(keys.shape[-1])
 
-        def page(both: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-            encoded = codes.encode_keys(both[0], rotation, key_book, projection, self.key_bits)
-            value_codes, norms, _ = codes.encode_vectors(both[1], rotation, value_book, self.value_bits)
+        def encode_pages(keys: jax.Array, values: jax.Array) -> tuple[jax.Array, ...]:
+            encoded = codes.encode_keys(keys, rotation, key_book, projection, self.key_bits)
+            value_codes, norms, _ = codes.encode_vectors(values, rotation, value_book, self.value_bits)
             key_norms, norms = (x.astype(jnp.bfloat16) for x in (encoded.norms, norms))
             return encoded.codes, encoded.signs, key_norms, value_codes, norms
 
-        return jax.jit(lambda k, v: jax.lax.map(page, (k, v), batch_size=256))(keys, values)
+        return in_chunks(encode_pages, keys, values)
 
     def decode(self, pages: tuple[jax.Array, ...], size: int) -> tuple[jax.Array, jax.Array]:
         """The keys and values that pages stand for, in bfloat16."""
         rotation, projection, key_book, value_book = self.tables(size)
 
-        def page(stored: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        def decode_pages(*stored: jax.Array) -> tuple[jax.Array, ...]:
             key_codes, signs, key_norms, value_codes, norms = stored
             key_norms, norms = key_norms.astype(jnp.float32), norms.astype(jnp.float32)
             keys = codes.decode_vectors(key_codes, key_norms[..., 0], key_book, self.key_bits)
@@ -81,7 +88,8 @@ class Format:
             both = (codes.rotate_back(x, rotation).astype(jnp.bfloat16) for x in (keys, values))
             return tuple(both)
 
-        return jax.jit(lambda *x: jax.lax.map(page, x, batch_size=256))(*pages)
+        first, second = in_chunks(decode_pages, *pages)
+        return first, second
 
 
 FORMATS = (Format(3, 4, 128), Format(4, 4, 0), Format(4, 4, 128), Format(2, 2, 0))

@@ -52,6 +52,12 @@ def test_sizes_that_are_no_powers_of_two_are_refused_by_name(changes, reason):
     assert not list(turboquant._refusal_reasons(record()))
 
 
+def test_every_warp_has_keys_of_its_own():
+    with pytest.raises(ValueError, match="block_kv: got 16 with num_warps 4"):
+        config.CodeSplits(block_kv=16, num_splits=1, num_warps=4, num_stages=2)
+    assert len(config.candidates(record(dtype=jnp.float32), H200, "forward")) > 4
+
+
 def test_many_rows_per_sequence_go_to_xla_unless_asked():
     assert turboquant._priority(record(), H200, "forward") == 10
     prefill = record(kv_lens=(4000,) * 4, q_lens=(512,) * 4, dtype=jnp.bfloat16)
