@@ -1,8 +1,7 @@
 """Decoding over TurboQuant caches on a GPU, against bfloat16 and float8 caches of the same keys and values.
 
-    python benchmarks/paged_attention/turboquant_decode_gpu.py                # a table
-    python benchmarks/paged_attention/turboquant_decode_gpu.py --candidates   # also every configuration worth measuring
-    python benchmarks/paged_attention/turboquant_decode_gpu.py --check        # no times: a small batch, anywhere
+    python benchmarks/paged_attention/turboquant_decode_gpu.py          # a table
+    python benchmarks/paged_attention/turboquant_decode_gpu.py --check  # no times: a small batch, anywhere
 
 All sides decode one token of each sequence over the same normal keys and values, whose pages are spread over the cache
 at random. A side is timed only if its output agrees with float64 attention over the numbers that its cache stands for.
@@ -22,18 +21,16 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.modules import ragged_page_attention_v2_turboquant
-from ejkernel.ops.device import current_device
-from ejkernel.ops.plugins import registry
 from ejkernel.planning import turboquant as codes
 from ejkernel.quantization import turboquant
 
 sys.path.append(str(Path(__file__).parents[1]))
 import shared.report
 from paged_attention.paged_attention_gpu import Cell, copy, error, ours, truth
-from shared.turns import TimedCall, time_in_turns
+from shared.turns import time_in_turns
 
 COLUMNS = ("shape", "side", "ms", "rate", "tokens of bfloat16")
-FLAGS = {"--check": "no times: a small batch, anywhere", **shared.report.CANDIDATES_FLAG}
+FLAGS = {"--check": "no times: a small batch, anywhere"}
 
 
 def in_chunks(function: Callable[..., tuple[jax.Array, ...]], *pages: jax.Array) -> tuple[jax.Array, ...]:
@@ -105,20 +102,7 @@ def cells() -> Iterator[Cell]:
     yield Cell(batch=64, context=16384, ragged=True)
 
 
-def configured(args: Any, pages: tuple[jax.Array, ...]) -> Iterator[tuple[str, TimedCall]]:
-    """The Triton kernel with every configuration worth measuring, its rotations included."""
-    op = registry().ops["ragged_page_attention_v2_turboquant"]
-    (implementation,) = (i for i in registry().implementations[op.name] if i.name == "triton_turboquant")
-    record = jax.eval_shape(op.lower, args)
-    for config in implementation.config.candidates(record, current_device(), "forward"):
-
-        def run(args: Any, config: Any = config) -> Any:
-            return op.finish(args, implementation.function("forward")(op.lower(args), config)[0])
-
-        yield str(config), functools.partial(jax.jit(run).lower(args).compile(), args)
-
-
-def sides(cell: Cell, formatted: Format, arrays: tuple[jax.Array, ...], candidates: bool) -> Iterator[Any]:
+def sides(cell: Cell, formatted: Format, arrays: tuple[jax.Array, ...]) -> Iterator[Any]:
     """Name, call, output in float64 and bytes of the cache of each side with a format."""
     query, keys, values, lengths, tables, starts = arrays
     pages = formatted.encode(keys, values)
@@ -127,14 +111,8 @@ def sides(cell: Cell, formatted: Format, arrays: tuple[jax.Array, ...], candidat
     size = used * sum(x[0, 0, 0].nbytes for x in pages)
     count = jnp.int32(len(cell.lengths))
     given = query, *pages, lengths, tables, starts, count, *formatted.tables(cell.size)
-    platform = "triton" if jax.default_backend() == "gpu" else "xla"
-    call = jax.jit(functools.partial(ragged_page_attention_v2_turboquant, platform=platform)).lower(*given).compile()
+    call = jax.jit(ragged_page_attention_v2_turboquant).lower(*given).compile()
     yield f"TurboQuant, {formatted}", functools.partial(call, *given), want, size
-    if candidates:
-        op = registry().ops["ragged_page_attention_v2_turboquant"]
-        args, _ = op.bind(given, {})
-        for name, run in configured(args, pages):
-            yield f"TurboQuant, {formatted}, {name}", run, want, size
 
 
 def numbers(cell: Cell, arrays: tuple[jax.Array, ...]) -> Iterator[Any]:
@@ -151,12 +129,12 @@ def numbers(cell: Cell, arrays: tuple[jax.Array, ...]) -> Iterator[Any]:
                 continue
 
 
-def timed(cell: Cell, candidates: bool, rounds: int) -> Iterator[list[str]]:
+def timed(cell: Cell, rounds: int) -> Iterator[list[str]]:
     """One line for each side."""
     arrays, contenders, sizes = cell.inputs(), {}, {}
     found = [*numbers(cell, arrays)]
     for formatted in FORMATS:
-        found += sides(cell, formatted, arrays, candidates)
+        found += sides(cell, formatted, arrays)
     for name, run, want, size in found:
         off = error(run(), want)
         if off < 1e-2:
@@ -181,7 +159,7 @@ def check() -> None:
     arrays = cell.inputs()
     found = [*numbers(cell, arrays)]
     for formatted in (Format(3, 4, 64), Format(4, 4, 0)):
-        found += sides(cell, formatted, arrays, candidates=False)
+        found += sides(cell, formatted, arrays)
     for name, run, want, size in found:
         off = error(run(), want)
         print(
@@ -196,7 +174,7 @@ def main() -> None:
     if options.check:
         check()
         return
-    lines = (line for cell in cells() for line in timed(cell, options.candidates, int(options.rounds)))
+    lines = (line for cell in cells() for line in timed(cell, int(options.rounds)))
     shared.report.print_rows_as_measured(COLUMNS, lines)
 
 

@@ -28,7 +28,6 @@ from ejkernel_triton import (
     tiled_attention,
     token_sparse_attention,
 )
-from ejkernel_triton.paged_attention import turboquant
 
 
 @hookimpl
@@ -38,7 +37,6 @@ def ejkernel_implementations() -> tuple[Implementation, ...]:
         *tiled_attention.implementations(),
         *ring_attention.implementations(),
         *paged_attention.implementations(),
-        *turboquant.implementations(),
         *selected_attention.implementations(),
         *token_sparse_attention.implementations(),
         *lightning_indexer.implementations(),

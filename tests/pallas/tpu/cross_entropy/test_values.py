@@ -69,7 +69,7 @@ def test_logits_and_rows_that_vmem_cannot_hold_are_refused():
     made = record()
     assert not list(implementation.requires.extra(made))
     given = dataclasses.replace(made, inputs=jnp.zeros((40, 600)), lm_head=None)
-    assert "logits are given" in next(iter(implementation.requires.extra(given)))
+    assert "lm_head: got none" in next(iter(implementation.requires.extra(given)))
     long = dataclasses.replace(made, lm_head=jax.ShapeDtypeStruct((MAX_ROW_BYTES // 4 + 1, 600), jnp.float32))
     assert "at most 4096" in next(iter(implementation.requires.extra(long)))
 

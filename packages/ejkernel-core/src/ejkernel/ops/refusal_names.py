@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from ejkernel.ops.model import Op
 
-_CACHE_ARGUMENT_NAMES = ("kv_pages", "kv_cache", "key_cache", "key_buffer", "latent_cache")
+_CACHE_ARGUMENT_NAMES = ("kv_pages", "kv_cache", "key_cache", "key_buffer", "latent_cache", "key_indices_pages")
 _QUERY_ARGUMENT_NAMES = ("query", "queries", "queries_nope", "r", "C")
 ARGUMENTS_OF_FIELDS: Mapping[str, tuple[str, ...]] = {
     "key_pages": _CACHE_ARGUMENT_NAMES,
@@ -25,6 +25,7 @@ ARGUMENTS_OF_FIELDS: Mapping[str, tuple[str, ...]] = {
     "initial_state": ("recurrent_state",),
     "cu_seqlens": ("query_start_loc",),
     "x": ("hidden_states",),
+    "lm_head": ("lm_head_weight",),
     "step": ("dt",),
     "pattern": ("mask_builder", "mask_info"),
 }

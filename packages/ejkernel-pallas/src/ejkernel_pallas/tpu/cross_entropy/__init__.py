@@ -20,7 +20,7 @@ them.
 def _refusal_reasons(record: CrossEntropy) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     if record.lm_head is None:
-        yield "logits are given, and the kernels compute them from hidden states"
+        yield "lm_head: got none, the kernels compute logits from hidden states"
     else:
         channels, most = record.lm_head.shape[0], MAX_ROW_BYTES // record.lm_head.dtype.itemsize
         if channels > most:

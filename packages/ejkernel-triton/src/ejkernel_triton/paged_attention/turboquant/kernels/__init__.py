@@ -1,1 +1,0 @@
-"""The kernels, one per file."""
