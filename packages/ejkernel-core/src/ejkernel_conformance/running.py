@@ -159,9 +159,12 @@ def normal_like(shapes: Any, seed: int = 0) -> Any:
 
 @functools.lru_cache(maxsize=KEPT)
 def differentiable_inputs(op: Op, case: Case) -> tuple[str, ...]:
-    """Names of the floating arguments that can be differentiated: they reach no record field without a gradient."""
+    """Names of the floating arguments that can be differentiated: they reach no record field without a gradient.
+
+    Arguments without elements are left out: whether they reach a field cannot be seen.
+    """
     args = inputs(case, 0)
-    floating = {name: x for name, x in leaves_by_name(args).items() if is_floating(x)}
+    floating = {name: x for name, x in leaves_by_name(args).items() if is_floating(x) and x.size}
     fields = array_fields(jax.eval_shape(op.lower, args))
     closed = {name for name, x in fields.items() if is_floating(x)} - set(op.family.differentiable)
     if not closed:
