@@ -2,8 +2,9 @@
 
     python examples/sparse_attention.py                     # the three stages, with a table
 
-The task needs one token of many: a row tells 24 keys, each with a value, and then asks for the values of 8 of them. A
-token that tells is the sum of two embeddings, so one layer of attention answers, by reading the token of the same key.
+The task needs one token of many: a row lists 24 key-value pairs, one per token, and then asks for the values of 8 of
+these keys. The token of a pair is the sum of two embeddings, so one layer of attention answers, by reading the token of
+the same key.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Trains a small transformer by tensor parallelism, whose transfers run under products, next to the same one plain.
+"""Trains a small transformer by tensor parallelism with collective products, and compares its losses with one device's.
 
     python examples/tensor_parallel.py --steps 20           # on all devices; on a CPU, eight of its own
 
@@ -8,7 +8,7 @@ Tokens are split over the devices between the products, and features within a la
                                                      -> reduce_scatter_matmul [tokens / P, D] -> + x
 
 The vocabulary is split too. Each device has all hidden states and its part of the head, and `fused_cross_entropy`
-makes a block of logits at a time: no device ever has the logits of all tokens, or of all entries.
+computes one block of logits at a time: no device ever has the logits of all tokens, or of all entries.
 
 Sources: Korthikanti et al. 2022, arXiv:2205.05198 (sequence parallelism); Wang et al. 2023, ASPLOS (overlap).
 """
@@ -91,7 +91,7 @@ def norm(x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Products:
-    """The four places in which a device needs others: both products of a layer, and the loss.
+    """The three steps that communicate between devices: both products of a layer, and the loss.
 
     Attributes:
         gather: (x, weight [D, features]) -> all tokens' features.

@@ -39,7 +39,7 @@ NUMBERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint
 """The element types that the interpreter holds in arrays of the same type."""
 
 MARK = "is_from_ejkernel"
-"""An attribute of what is made here."""
+"""The attribute that marks operators installed by this module."""
 
 MOST_KNOWN = 4096
 """The pairs of types, and of a type and a number, that are kept for an operator."""

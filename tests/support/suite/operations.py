@@ -21,10 +21,10 @@ from jax._src import array, core, named_sharding, pjit
 from suite.arrays import MAX_NUMPY_ELEMENTS, to_donatable_jax_array
 
 MOST_USES = 64
-"""Then an operation is compiled: JAX calls a compiled one faster."""
+"""Calls of an operation after which JAX compiles it, since a compiled one is faster."""
 
 MOST_OPERATIONS = 8
-"""Of a function of `jax.numpy`."""
+"""The most operations of a `jax.numpy` function that NumPy computes."""
 
 FUNCTION = "_pjit_call_impl_python"
 NUMBERS = ("float32", "int32", "int16", "int8", "uint32", "uint16", "uint8", "bool", "int64", "float64", "uint64")

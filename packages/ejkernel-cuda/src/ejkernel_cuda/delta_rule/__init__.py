@@ -34,8 +34,8 @@ for the kernels to be faster than Triton's, which split long rows over all of th
 """
 
 MIN_BLOCKS_FOR_SHORT_ROWS, MAX_SHORT_ROW_TOKENS = 32, 8192
-"""The number of blocks with which the delta rule is faster than Triton's in rows of up to so many tokens: 0.255 ms
-instead of 0.301 with 8192 tokens, 1.94 instead of 1.43 with 65536. Without it 32 blocks are no faster: 0.157 and 0.159.
+"""The number of blocks with which the delta rule is faster than Triton's in rows of up to so many tokens: 0.261 ms
+instead of 0.334 with 8192 tokens, 1.90 instead of 1.54 with 65536. Without it 32 blocks are no faster: 0.157 and 0.159.
 """
 
 HOPPER_COMPUTE_CAPABILITY = 9.0

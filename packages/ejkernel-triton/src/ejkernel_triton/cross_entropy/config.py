@@ -18,9 +18,9 @@ TOKEN_MULTIPLE = 256
 BYTES_PER_LOAD = 16
 
 LOADS_PER_THREAD = 4
-"""Loads of a thread at a time, and"""
+"""Loads of 16 bytes that a thread has in flight; measured on an H200 (docs/lab/cross_entropy_gpu.md)."""
 MAX_WARPS = 4
-"""warps of a program, if there are as many entries; measured on an H200 (docs/lab/cross_entropy_gpu.md)."""
+"""The most warps of a program; measured on an H200 (docs/lab/cross_entropy_gpu.md)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,8 @@ MAX_TOP_K = 4096
 def _priority(record: Any, device: DeviceInfo, direction: Direction) -> int:
     """Returns the place in the order of choice: after XLA's for a single query.
 
-    On an H200, one query selects 2048 of 131072 keys in 0.163 ms, and in 0.140 in XLA; 16 queries of as many rows do in
-    0.33 and 1.96.
+    On an H200, one query selects 2048 of 131072 keys in 0.164 ms, and in 0.161 in XLA; 16 rows of one query do in 0.298
+    and 2.007 (benchmarks/results/lightning_indexer_gpu.md).
     """
     return -1 if math.prod(record.query.shape[:2]) == 1 else 10
 

@@ -32,7 +32,7 @@ def _shardable(record: CollectiveMatmul) -> str:
 
 
 def requests(record: CollectiveMatmul) -> tuple[dict[str, Any], ...]:
-    """Returns the owners of a record's entries: its rows."""
+    """Returns the request of each row: every row is one of its own."""
     return ({"m": np.arange(record.x.shape[0])},)
 
 

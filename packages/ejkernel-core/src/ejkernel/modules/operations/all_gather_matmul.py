@@ -49,17 +49,17 @@ def all_gather_matmul(
 
     Shape letters: P devices along the axis, M rows of one device, K contracted elements, N columns of one device.
 
-    There are three ways to call it. Where `axis_name` is bound, in a function under `jax.shard_map`, arrays are the
-    calling device's. With `axis_name` and `mesh`, or `axis_name` alone where a mesh is set, arrays are those of the
-    whole call, x split by rows and y by columns. With `axis_name=None`, one device has everything.
+    Where `axis_name` is bound, as in a function under `jax.shard_map`, arrays are the calling device's. With `mesh`, or
+    a mesh set by `jax.set_mesh`, they are those of the whole call, x split by rows and y by columns. With
+    `axis_name=None`, one device has everything.
 
     Args:
         x: [M, K] float16, bfloat16, float32 or float64. Differentiable.
         y: [K, N], or [N, K] with `rhs_transpose`; dtype of x. Differentiable.
         axis_name: The mesh axis.
         rhs_transpose: Whether the rows of y are columns of the product.
-        collective_id: Of the barrier with which TPU kernels begin. Kernels of different calls that may run at the same
-            time must differ in it; no other backend reads it.
+        collective_id: Number of the barrier with which TPU kernels begin. Kernels of different calls that may run at
+            the same time must differ in it; no other backend reads it.
         precision: `jax.lax.Precision`, or its name, of the matrix products. None takes all digits of float32 and wider
             inputs, unless `jax.default_matmul_precision` says otherwise.
         tp_size: P, where the caller knows it; checked against the axis.

@@ -69,8 +69,8 @@ def lightning_indexer(
 
         I[t, s] = sum over h of weights[t, h] * max(0, softmax_scale * <query[t, h], key[s]>)
 
-    in float32. The indices are what `token_sparse_attention` reads. No array [T, S] is in memory: tiles of scores are
-    merged into the keys that each query has selected so far.
+    in float32. The indices are what `token_sparse_attention` reads. No array [T, S] is in memory: scores are
+    computed for a tile, or for a chunk of queries, at a time.
 
     Of equal scores, the key with the lower index is selected first, so two runs and two backends select the same keys
     wherever scores are equal. -0 equals 0. NaN of either sign is above infinity, so a key with a score of NaN is

@@ -201,7 +201,7 @@ class FusedCrossEntropyConfig(_SequenceConfig):
 
 @dataclasses.dataclass(frozen=True)
 class FusedKLDivergenceConfig(_SequenceConfig):
-    """Blocks of `fused_kl_divergence`, which XLA chooses by itself. `None` lets the heuristics decide.
+    """Launch parameters of `fused_kl_divergence`. XLA chooses its blocks itself. `None` lets the heuristics decide.
 
     Attributes:
         block_v: No kernel reads it.
