@@ -103,6 +103,15 @@ def test_zero_vectors_are_zero_again():
     assert not np.any(turboquant.turboquant_dequantize_values(codes, norms, codebook, rotation))
 
 
+def test_vectors_may_be_given_by_name():
+    rotation, _ = tables(8)
+    codebook = turboquant.get_codebook(4, 8).centroids
+    x = jnp.arange(8.0)[None]
+    named = turboquant.turboquant_compress_values(values=x, rotation_matrix=rotation, value_codebook=codebook)
+    for got, want in zip(named, turboquant.turboquant_compress_values(x, rotation, codebook), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
 def test_codes_have_no_derivative_and_decoded_values_have():
     rotation, projection = tables(8, 8)
     codebook = jnp.asarray(turboquant.get_codebook(4, 8).centroids)
@@ -146,6 +155,12 @@ def test_codes_have_no_derivative_and_decoded_values_have():
         (
             lambda: turboquant.turboquant_dequantize_values(jnp.zeros((2, 5)), jnp.ones(2), jnp.ones(4), jnp.eye(8)),
             r"packed_indices: got shape \(2, 5\), wants .* one of 1, 2, 3, 4",
+        ),
+        (
+            lambda: turboquant.turboquant_dequantize_values(
+                jnp.zeros((2, 3, 4)), jnp.ones(3), jnp.ones(16), jnp.eye(8)
+            ),
+            r"norms: got shape \(3,\), wants \(2, 3\)",
         ),
     ],
 )

@@ -83,6 +83,16 @@ def as_varying(tree: Any, like: Any) -> Any:
     return jax.tree.map(cast_to_varying, tree)
 
 
+def as_varying_over(tree: Any, axis: str) -> Any:
+    """Returns the arrays of a tree, taken to vary over a mesh axis, where `shard_map` keeps track of that."""
+    from jax._src import config
+
+    settings: Any = config
+    if not settings._check_vma.value:
+        return tree
+    return jax.tree.map(lambda x: x if axis in varying_axes(x) else jax.lax.pcast(x, (axis,), to="varying"), tree)
+
+
 def call_without_varying_axes(call: Callable[[Any], Any], argument: Any) -> Any:
     """Returns what a function makes of a tree of arrays, told nothing of the mesh axes that they vary over; its results
     do.

@@ -76,6 +76,27 @@ def test_devices_compute_the_product_and_its_gradients(op, devices, overlap):
 
 
 @pytest.mark.needs("4 devices")
+@pytest.mark.parametrize("split", ["dp", None])
+def test_arrays_that_are_equal_along_the_axis_have_all_of_its_gradient(split):
+    """Two devices gather the same rows of x, so that each product is there four times."""
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    x, y = jax.random.normal(jax.random.key(0), (4, 6)), jax.random.normal(jax.random.key(1), (6, 5))
+
+    def spread(x, y):
+        def run(x, y):
+            return all_gather_matmul(x, y, "tp", cfg=AllGatherMatmulConfig(overlap=True))
+
+        out_specs = P((split, "tp") if split else "tp")
+        return jax.shard_map(run, mesh=mesh, in_specs=(P(split), P()), out_specs=out_specs)(x, y)
+
+    def gradients(product):
+        return jax.jit(jax.grad(lambda x, y: jnp.sum(jnp.sin(product(x, y)) * jnp.arange(1.0, 6)), (0, 1)))(x, y)
+
+    for got, want in zip(gradients(spread), gradients(lambda x, y: x @ y), strict=True):
+        np.testing.assert_allclose(got, 4 * want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.needs("4 devices")
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_feed_forward_in_shard_map_has_the_gradients_of_one_device(check_vma):
     """Both products in a function of the caller's, with an odd ring, a transposed matrix and a replicated scale."""
@@ -157,6 +178,7 @@ WHOLE = jnp.zeros((M, K))
         (lambda: all_gather_matmul(WHOLE, jnp.zeros((K, N)), ("tp",)), "axis_name: got tuple"),
         (lambda: all_gather_matmul(WHOLE, jnp.zeros((K, N)), "tp"), "axis_name: got 'tp', which is bound by no"),
         (lambda: all_gather_matmul(WHOLE, jnp.zeros((K, N)), None, collective_id=-1), "collective_id: got int -1"),
+        (lambda: all_gather_matmul(WHOLE, jnp.zeros((K, N)), None, tp_size=4), "tp_size: got 4, wants 1 or None"),
         (lambda: all_gather_matmul(WHOLE, jnp.zeros((K, N)), None, precision="most"), "precision: got str 'most'"),
     ],
 )

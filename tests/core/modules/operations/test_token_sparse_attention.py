@@ -189,6 +189,7 @@ def test_rows_of_656_bytes_hold_what_was_packed():
     latents = jax.random.normal(jax.random.key(0), (5, 576)).at[0, :128].set(0).at[1, 3].set(1e4)
     rows = pack_fp8_latents(latents, 512)
     assert rows.shape == (5, 656)
+    assert np.all(np.isfinite(unpack_fp8_latents(pack_fp8_latents(1e-36 * latents, 512), 512)))
     assert rows.dtype == jnp.uint8
     got = unpack_fp8_latents(rows, 512)
     np.testing.assert_array_equal(got[:, 512:], latents[:, 512:].astype(jnp.bfloat16).astype(jnp.float32))

@@ -40,8 +40,8 @@ def unpack_fp8_latents(rows: jax.Array, latent_size: int) -> jax.Array:
 def pack_fp8_latents(latents: jax.Array, latent_size: int) -> jax.Array:
     """Returns latent vectors and rotary keys [..., R + Dr] as rows [..., bytes] uint8.
 
-    The scale of 128 channels makes the largest of them the largest float8_e4m3fn, 448. Channels that are all 0 have
-    scale 1.
+    The scale of 128 channels makes the largest of them the largest float8_e4m3fn, 448. Channels that are all 0, or
+    too small for a normal scale, have scale 1.
 
     Args:
         latents: [..., R + Dr] floating: the latent vector, then the rotary key, which is rounded to bfloat16.
@@ -55,7 +55,8 @@ def pack_fp8_latents(latents: jax.Array, latent_size: int) -> jax.Array:
     latent, rotary = latents[..., :latent_size].astype(jnp.float32), latents[..., latent_size:].astype(jnp.bfloat16)
     groups = latent.reshape(*latent.shape[:-1], latent_size // CHANNELS_PER_SCALE, CHANNELS_PER_SCALE)
     largest, limit = jnp.max(jnp.abs(groups), axis=-1), float(jnp.finfo(jnp.float8_e4m3fn).max)
-    scales = jnp.where(largest > 0, largest / limit, 1)
+    # A smaller scale would be subnormal, which some devices take for 0.
+    scales = jnp.where(largest >= limit * jnp.finfo(jnp.float32).tiny, largest / limit, 1)
     # Rounded up, the largest number would be beyond the largest code, and a conversion would make it NaN.
     codes = jnp.clip(groups / scales[..., None], -limit, limit).astype(jnp.float8_e4m3fn).reshape(latent.shape)
     return jnp.concatenate([_bytes_of_floats(x) for x in (codes, scales, rotary)], axis=-1)

@@ -7,6 +7,7 @@ matrices.
 """
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -47,7 +48,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def _refuse_derivatives(function: Function) -> Function:
     """Makes differentiating a function with respect to its first argument an error that names the function."""
-    name = function.__name__
+    name, signature = function.__name__, inspect.signature(function)
+    first = next(iter(signature.parameters))
 
     @jax.custom_jvp
     def without_derivative(x: jax.Array) -> jax.Array:
@@ -61,8 +63,10 @@ def _refuse_derivatives(function: Function) -> Function:
         )
 
     @functools.wraps(function)
-    def run(x: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(without_derivative(jnp.asarray(x)), *args, **kwargs)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.arguments[first] = without_derivative(jnp.asarray(given.arguments[first]))
+        return function(*given.args, **given.kwargs)
 
     return cast(Function, run)
 
@@ -237,10 +241,11 @@ def turboquant_dequantize_values(
     """Returns values [..., D] float32 of codes [..., D * bits / 8] and norms [...]; D is that of the rotation [D, D].
 
     Raises:
-        ValueError: The codes do not fit the rotation.
+        ValueError: The codes do not fit the rotation, or the norms the codes.
     """
     rotation, norms = jnp.asarray(rotation_matrix), jnp.asarray(norms).astype(jnp.float32)
     bits = bits_of_codes("packed_indices", packed_indices, rotation.shape[-1])
+    _check_norms("norms", norms, packed_indices)
     rotated = turboquant.decode_vectors(packed_indices, norms, jnp.asarray(value_codebook), bits)
     return turboquant.rotate_back(rotated, rotation)
 
@@ -270,9 +275,10 @@ def turboquant_asymmetric_scores(
         Products [B, Hk, G, K].
 
     Raises:
-        ValueError: Codes or signs do not fit the queries.
+        ValueError: Codes or signs do not fit the queries, or the norms the codes.
     """
     bits = bits_of_codes("k_packed_indices", k_packed_indices, q_rotated.shape[-1])
+    _check_norms("k_norms", k_norms, k_packed_indices, 2)
     if not q_projected.shape[-1] == 8 * k_packed_signs.shape[-1] == qjl_dim:
         raise ValueError(
             f"qjl_dim: got {qjl_dim} with q_projected of shape {q_projected.shape} and k_packed_signs of shape "
@@ -303,6 +309,14 @@ def bits_of_codes(name: str, packed: Any, dim: int) -> int:
             f"{sizes or 'none'}"
         )
     return bits
+
+
+def _check_norms(name: str, norms: Any, codes: Any, *parts: int) -> None:
+    wanted = (*codes.shape[:-1], *parts)
+    if tuple(norms.shape) != wanted:
+        raise ValueError(
+            f"{name}: got shape {tuple(norms.shape)}, wants {wanted} for codes of shape {tuple(codes.shape)}"
+        )
 
 
 def _check_bits(bits: int) -> None:

@@ -83,6 +83,8 @@ def lower_to_record(args: Any, collective: Collective, *, transpose_y: bool) -> 
         precision=args.precision,
     )
     # Where `shard_map` keeps track of what varies, an array that does not gets its gradient summed over the devices.
+    if args.axis_name is not None:
+        record = _compat.as_varying_over(record, args.axis_name)
     return _compat.as_varying(record, record)
 
 
@@ -120,6 +122,8 @@ def placement(
 
     sharding_options = {name: options[name] for name in ("mesh", "in_specs", "out_specs")}
     placed = place_on_axis(args.axis_name, sharding_options, check_specs, lambda mesh: specs)
+    if args.axis_name is None and args.tp_size not in (None, 1):
+        raise ValueError(f"tp_size: got {args.tp_size}, wants 1 or None with axis_name=None")
     if args.axis_name is not None:
         mesh_sizes = getattr(placed["mesh"], "shape", {})
         scattered = [("x", 0)] if scatters_rows else []
