@@ -35,6 +35,10 @@ VARIANTS = {
         "pages of int8 keys",
         {"block_size": 3, "top_k": 2, "sliding_window": (7, 0), "cum_seqlens_q": jnp.array([0, 1, 3, 5])},
     ),
+    "local blocks of absent pages": (
+        "pages of int8 keys",
+        {"block_size": 3, "local_blocks": 2, "top_k": 4, "kv_lens": jnp.array([14, 12, 1])},
+    ),
     "two local blocks, padded rows": (
         "blocks, not rectified",
         {"local_blocks": 2, "cum_seqlens_q": jnp.array([0, 18, 27]), "cum_seqlens_k": jnp.array([0, 33, 44])},
@@ -108,6 +112,31 @@ def test_nan_of_a_packed_sequence_stays_there(inputs):
     pairs = ((dquery, nquery, 9), (dkey, nkey, 20), (dweights, nweights, 9), (scores, nscores, 9))
     for clean, other, end in pairs:
         np.testing.assert_array_equal(other[:, :end], clean[:, :end])
+
+
+def test_a_query_with_nan_has_gradients_of_nan(inputs):
+    """Its own, and those of the keys that it selects."""
+    query, key, weights = inputs
+
+    def loss(*arrays):
+        return jnp.sum(lightning_indexer(*arrays, top_k=4, causal=False)[1] ** 2)
+
+    dquery, dkey, _ = jax.grad(loss, argnums=(0, 1, 2))(query.at[:, 7].set(jnp.nan), key, weights)
+    np.testing.assert_array_equal(np.isnan(dquery), (jnp.arange(20) == 7)[None, :, None, None] & jnp.ones((3, 8), bool))
+    np.testing.assert_array_equal(np.isnan(dkey[:, :4]), True)
+    np.testing.assert_array_equal(np.isnan(dkey[:, 4:]), False)
+
+
+def test_the_gradient_of_a_block_is_that_of_the_key_that_was_largest():
+    """(50 * 0.3) * 19/64 is above (19 * 0.3) * 50/64 in float32, and 50 * (0.3 * 19/64) is below."""
+    key, scales = jnp.array([[[50, 0], [19, 1]]], jnp.int8), jnp.array([[19.0, 50.0]]) / 64
+    options = {"top_k": 1, "block_size": 2, "softmax_scale": 0.3, "causal": False, "key_scales": scales}
+
+    def score(query):
+        return lightning_indexer(query, key, jnp.ones((1, 1, 1)), **options)[1].sum()
+
+    gradient = jax.grad(score)(jnp.array([[[[1.0, 0.0]]]]))
+    np.testing.assert_allclose(gradient[0, 0, 0], [50 * 0.3 * 19 / 64, 0], rtol=1e-6)
 
 
 def test_a_query_without_keys_that_holds_nan_has_no_gradient(inputs):

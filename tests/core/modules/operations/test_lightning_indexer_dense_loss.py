@@ -99,6 +99,14 @@ def test_nan_of_padding_and_of_other_sequences_stays_there():
         np.testing.assert_array_equal(x[:, :end], y[:, :end])
 
 
+def test_a_query_with_nan_has_a_gradient_of_nan():
+    given = arguments("longer context")
+    query = given.pop("query_index").at[:, 5].set(jnp.nan)
+    gradient = jax.grad(lambda x: lightning_indexer_dense_loss(query_index=x, **given, cfg=SMALL).sum())(query)
+    np.testing.assert_array_equal(np.isnan(gradient[:, 5]), True)
+    np.testing.assert_array_equal(np.isnan(gradient[:, 6:]), False)
+
+
 def test_attention_is_constant_to_the_gradient_of_the_loss():
     given = arguments("longer context")
 

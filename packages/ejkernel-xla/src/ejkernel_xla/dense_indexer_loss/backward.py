@@ -74,7 +74,7 @@ def _tile(
         dscores = cotangent[:, None] * (share - mean_weights(scores, attention_lse))
         dscores = jnp.where(scores.attends, dscores, 0)[:, None]
         dweights += jnp.sum(jnp.where(scores.attends[:, None], dscores * scores.rectified, 0), axis=2)
-        dproducts = jnp.where(scores.rectified > 0, dscores * tile.weights.astype(dtype)[..., None], 0)
+        dproducts = jnp.where(scores.rectified != 0, dscores * tile.weights.astype(dtype)[..., None], 0)
         dproducts = jnp.where(scores.attends[:, None], dproducts, 0).astype(query.dtype)
         dquery += product(record, "tjk,ke->tje", dproducts, _finite_or_zero(scores.key_index)) * scale
         rows = lax.dynamic_slice_in_dim(dkey, n * block_k, block_k)

@@ -5,8 +5,6 @@ gradients of keys are added query by query: no query selects a key twice, so no 
 entry, and two runs give the same bits. The keys of selected blocks are scored again, for the largest of each block.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -88,12 +86,15 @@ def _tile_gradients(tile: Arrays, key: jax.Array, scales: jax.Array | None, reco
         return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=dtype)
 
     # A query that selects nothing may hold NaN, of which its weights have no gradient.
-    factors = _score_factors(scales, rows, record)
-    products = jnp.where(rows[:, None] >= 0, product("thd,tkd->thk", query, selected) * factors, 0)
+    products = _scaled(product("thd,tkd->thk", query, selected), scales, rows, record)
+    products = jnp.where(rows[:, None] >= 0, products, 0)
     dscores = jnp.where(rows >= 0, cotangent, 0).astype(dtype)[:, None]
     dweights = jnp.sum(dscores * (rectify(products) if record.rectify else products), axis=2)
-    has_gradient = products > 0 if record.rectify else rows[:, None] >= 0
-    dproducts = jnp.where(has_gradient, dscores * weights.astype(dtype)[..., None] * factors, 0)
+    has_gradient = rows[:, None] >= 0
+    if record.rectify:  # NaN has a gradient
+        has_gradient &= ~(products <= 0)
+    dproducts = _scaled(dscores * weights.astype(dtype)[..., None], scales, rows, record)
+    dproducts = jnp.where(has_gradient, dproducts, 0)
     dproducts = dproducts.astype(query.dtype)
     return product("thk,tkd->thd", dproducts, selected), product("thk,thd->tkd", dproducts, query), dweights, rows
 
@@ -124,7 +125,7 @@ def _largest_of_each_block(
         precision=product_precision(query.dtype),
         preferred_element_type=dtype,
     )
-    products = products * _score_factors(scales, rows, record)
+    products = _scaled(products, scales, rows, record)
     products = rectify(products) if record.rectify else products
     in_order = order_preserving_integers(jnp.sum(weights.astype(dtype)[..., None] * products, axis=1))
     blocks = (rows.shape[0], -1, record.block_size)
@@ -133,7 +134,10 @@ def _largest_of_each_block(
     return jnp.take_along_axis(rows.reshape(blocks), largest, axis=2)[..., 0]
 
 
-def _score_factors(scales: jax.Array | None, rows: jax.Array, record: LightningIndexer) -> Any:
-    """Returns the factors on the products with the keys in some rows, which broadcast to [t, H, K]."""
-    taken = take_scales(scales, rows)
-    return record.softmax_scale if taken is None else taken[:, None].astype(accumulator(record)) * record.softmax_scale
+def _scaled(products: jax.Array, scales: jax.Array | None, rows: jax.Array, record: LightningIndexer) -> jax.Array:
+    """Returns numbers [t, H, K] times the factors on the products with the keys in some rows [t, K].
+
+    The order is that of the forward pass, as another one rounds otherwise, and another key of a block may be largest.
+    """
+    taken, products = take_scales(scales, rows), products * record.softmax_scale
+    return products if taken is None else products * taken[:, None].astype(products.dtype)

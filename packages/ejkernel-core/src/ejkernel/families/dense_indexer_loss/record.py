@@ -40,8 +40,8 @@ class DenseIndexerLossResiduals:
     """The residuals of a forward pass, of queries without keys -inf.
 
     Attributes:
-        attention_lse: [B, T, H] float32, log of the denominators of attention's softmax.
-        index_lse: [B, T] float32, the same of the indexer's.
+        attention_lse: [B, T, H] in the accumulator's dtype, log of the denominators of attention's softmax.
+        index_lse: [B, T] in the accumulator's dtype, the same of the indexer's.
     """
 
     attention_lse: jax.Array

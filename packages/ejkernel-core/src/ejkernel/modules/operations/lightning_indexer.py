@@ -32,6 +32,7 @@ from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
+from ejkernel.planning.page_slots import slots_of_tokens
 from ejkernel.types.integers import clamp_positions, clamp_to_int32
 
 KEY_DTYPES_OF_8_BITS = (jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -101,7 +102,8 @@ def lightning_indexer(
         kv_lens: [B] int, tokens of each request, its queries included; None for all that its pages hold. Only with
             block_tables.
         q_positions: [B, T] int, the index of the key at each query's position, in its own sequence; below 0 for none
-            yet. None aligns queries and keys at their ends. For keys that stand for several tokens.
+            yet, with `causal` (without it and a window, positions bound no keys). None aligns queries and keys at
+            their ends. For keys that stand for several tokens.
         top_k: K, how many keys (or blocks) are selected per query, at least 1. May be larger than S.
         softmax_scale: Factor on the products; None means `D ** -0.5`.
         causal: Key position at most query position. The last query of a sequence has the position of its last key
@@ -110,7 +112,7 @@ def lightning_indexer(
             by these positions; None on a side leaves it open.
         block_size: Keys per block; not with several packed sequences in one row.
         local_blocks: How many blocks are always selected: those of the last keys that a query may select. They come
-            first, the latest first, with score inf; fewer than top_k.
+            first, the latest first, with score inf; fewer than top_k. Those without a key on a page are left out.
         rectify: False leaves out the `max(0, ...)`, as MiniMax-M3 does.
 
     Returns:
@@ -240,7 +242,8 @@ def lower(args: LightningIndexerArguments) -> family.LightningIndexer:
         weights=args.weights,
         key_starts=starts,
         key_ends=ends,
-        top_k=args.top_k - args.local_blocks,
+        # Other blocks take the entries of local ones whose pages are absent.
+        top_k=args.top_k - (args.local_blocks if args.block_tables is None else 0),
         softmax_scale=args.query.shape[3] ** -0.5 if args.softmax_scale is None else args.softmax_scale,
         key_scales=scales,
         block_tables=args.block_tables,
@@ -282,13 +285,27 @@ def finish(args: LightningIndexerArguments, result: family.TopKeyIndicesAndScore
     if not args.local_blocks:
         return result
     indices, scores = result
-    starts, ends = _selectable_keys(args)
-    blocks = _local_blocks(args, ends)
-    is_selectable = (starts < ends)[..., None] & ((blocks + 1) * args.block_size > starts[..., None])
-    blocks = jnp.where(is_selectable, blocks, -1)
-    blocks = jnp.broadcast_to(blocks, (*indices.shape[:2], args.local_blocks))
+    blocks = jnp.broadcast_to(_selectable_local_blocks(args), (*indices.shape[:2], args.local_blocks))
     local_scores = jnp.where(blocks >= 0, jnp.inf, -jnp.inf).astype(scores.dtype)
-    return jnp.concatenate([blocks, indices], axis=2), jnp.concatenate([local_scores, scores], axis=2)
+    indices, scores = jnp.concatenate([blocks, indices], axis=2), jnp.concatenate([local_scores, scores], axis=2)
+    if args.block_tables is None:
+        return indices, scores
+    order = jnp.argsort(indices < 0, axis=2, stable=True)[..., : args.top_k]
+    return jnp.take_along_axis(indices, order, axis=2), jnp.take_along_axis(scores, order, axis=2)
+
+
+def _selectable_local_blocks(args: LightningIndexerArguments) -> jax.Array:
+    """Returns the local blocks of each query, [B|1, T, local_blocks]; -1 for one without a key that it may select."""
+    starts, ends = (x[..., None] for x in _selectable_keys(args))
+    blocks = _local_blocks(args, ends[..., 0])
+    is_selectable = (starts < ends) & ((blocks + 1) * args.block_size > starts)
+    if args.block_tables is not None:
+        keys = blocks[..., None] * args.block_size + jnp.arange(args.block_size, dtype=jnp.int32)
+        keys = jnp.where((keys >= starts[..., None]) & (keys < ends[..., None]), keys, -1)
+        requests = jnp.arange(args.block_tables.shape[0], dtype=jnp.int32)[:, None, None, None]
+        slots = slots_of_tokens(keys, requests, args.block_tables, (args.key.shape[0], args.key.shape[1]))
+        is_selectable &= jnp.any(slots >= 0, axis=3)
+    return jnp.where(is_selectable, blocks, -1)
 
 
 def _axes_of(args: LightningIndexerArguments) -> dict[str, Any]:
