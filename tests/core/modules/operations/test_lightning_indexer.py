@@ -127,6 +127,20 @@ def test_a_query_with_nan_has_gradients_of_nan(inputs):
     np.testing.assert_array_equal(np.isnan(dkey[:, 4:]), False)
 
 
+def test_float16_keeps_gradients_of_a_mean_over_many_tokens():
+    """Of query and key, whose terms are below 2**-24 by themselves."""
+    q, k = jax.random.split(jax.random.key(3))
+    query, key = jax.random.normal(q, (1, 2048, 2, 4)), 64 * jax.random.normal(k, (1, 4, 4))
+
+    def mean(*arrays):
+        return jnp.mean(lightning_indexer(*arrays, jnp.full((1, 2048, 2), 2.0**-11), top_k=4, causal=False)[1])
+
+    narrow = query.astype(jnp.float16), key.astype(jnp.float16)
+    got, want = (jax.grad(mean, argnums=(0, 1))(*(x.astype(dtype) for x in narrow)) for dtype in ("float16", "float32"))
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x.astype(jnp.float32), y, atol=0.02 * jnp.max(jnp.abs(y)))
+
+
 def test_the_gradient_of_a_block_is_that_of_the_key_that_was_largest():
     """(50 * 0.3) * 19/64 is above (19 * 0.3) * 50/64 in float32, and 50 * (0.3 * 19/64) is below."""
     key, scales = jnp.array([[[50, 0], [19, 1]]], jnp.int8), jnp.array([[19.0, 50.0]]) / 64

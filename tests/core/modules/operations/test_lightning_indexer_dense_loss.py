@@ -107,6 +107,22 @@ def test_a_query_with_nan_has_a_gradient_of_nan():
     np.testing.assert_array_equal(np.isnan(gradient[:, 6:]), False)
 
 
+def test_float16_keeps_gradients_of_a_mean_over_many_tokens():
+    """Of the indexer's query and key, whose terms are below 2**-24 by themselves."""
+    keys = jax.random.split(jax.random.key(3), 4)
+    shapes = ((1, 2048, 1, 4), (1, 4, 1, 4), (1, 2048, 2, 4), (1, 4, 4))
+    *attention, query, key = (jax.random.normal(k, shape) for k, shape in zip(keys, shapes, strict=True))
+    weights = jnp.full((1, 2048, 2), 2.0**-11)
+
+    def mean(*arrays):
+        return jnp.mean(lightning_indexer_dense_loss(*attention, *arrays, weights, causal=False))
+
+    narrow = query.astype(jnp.float16), (64 * key).astype(jnp.float16)
+    got, want = (jax.grad(mean, argnums=(0, 1))(*(x.astype(dtype) for x in narrow)) for dtype in ("float16", "float32"))
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x.astype(jnp.float32), y, atol=0.02 * jnp.max(jnp.abs(y)))
+
+
 def test_attention_is_constant_to_the_gradient_of_the_loss():
     given = arguments("longer context")
 

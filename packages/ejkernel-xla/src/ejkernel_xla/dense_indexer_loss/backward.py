@@ -21,6 +21,7 @@ from ejkernel_xla.dense_indexer_loss.kernels.tile_scores import (
     product,
     tile_scores,
 )
+from ejkernel_xla.float16_scales import cast_scaled
 from ejkernel_xla.query_tiles import join_tiles, split_into_tiles
 
 Arrays = tuple[jax.Array, ...]
@@ -75,10 +76,12 @@ def _tile(
         dscores = jnp.where(scores.attends, dscores, 0)[:, None]
         dweights += jnp.sum(jnp.where(scores.attends[:, None], dscores * scores.rectified, 0), axis=2)
         dproducts = jnp.where(scores.rectified != 0, dscores * tile.weights.astype(dtype)[..., None], 0)
-        dproducts = jnp.where(scores.attends[:, None], dproducts, 0).astype(query.dtype)
-        dquery += product(record, "tjk,ke->tje", dproducts, _finite_or_zero(scores.key_index)) * scale
+        dproducts = jnp.where(scores.attends[:, None], dproducts, 0)
+        of_queries, query_scale = cast_scaled(dproducts, query.dtype, (1, 2))
+        dquery += product(record, "tjk,ke->tje", of_queries, _finite_or_zero(scores.key_index)) * query_scale * scale
+        of_keys, key_scale = cast_scaled(dproducts, query.dtype, (0, 1))
         rows = lax.dynamic_slice_in_dim(dkey, n * block_k, block_k)
-        rows += product(record, "tjk,tje->ke", dproducts, query) * scale
+        rows += product(record, "tjk,tje->ke", of_keys, query) * jnp.reshape(key_scale, (-1, 1)) * scale
         return lax.dynamic_update_slice_in_dim(dkey, rows, n * block_k, axis=0), dquery, dweights
 
     zeros = (jnp.zeros(x.shape, dtype) for x in (tile.query_index, tile.weights))

@@ -14,6 +14,7 @@ from ejkernel.families.lightning_indexer import LightningIndexer, accumulator, r
 from ejkernel.planning.page_slots import slots_of_tokens
 from ejkernel.planning.precision import product_precision
 from ejkernel.types.pullback import Pullback
+from ejkernel_xla.float16_scales import cast_scaled
 from ejkernel_xla.lightning_indexer.config import IndexerTiles, sizes
 from ejkernel_xla.lightning_indexer.plan import take_scales
 from ejkernel_xla.ordered_sums import add_to_rows
@@ -94,9 +95,9 @@ def _tile_gradients(tile: Arrays, key: jax.Array, scales: jax.Array | None, reco
     if record.rectify:  # NaN has a gradient
         has_gradient &= ~(products <= 0)
     dproducts = _scaled(dscores * weights.astype(dtype)[..., None], scales, rows, record)
-    dproducts = jnp.where(has_gradient, dproducts, 0)
-    dproducts = dproducts.astype(query.dtype)
-    return product("thk,tkd->thd", dproducts, selected), product("thk,thd->tkd", dproducts, query), dweights, rows
+    dproducts, scale = cast_scaled(jnp.where(has_gradient, dproducts, 0), query.dtype, (1, 2))
+    dquery = product("thk,tkd->thd", dproducts, selected) * scale
+    return dquery, product("thk,thd->tkd", dproducts, query) * scale, dweights, rows
 
 
 def _rows_of_selected(indices: jax.Array, requests: jax.Array, bounds: Arrays, record: LightningIndexer) -> jax.Array:
