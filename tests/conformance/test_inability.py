@@ -32,6 +32,7 @@ INABILITY = {
             rf"value has head dimension {N} and query {N}; the kernel wants .*",
             rf"the queries have {N} heads; the kernel wants .*",
             rf"\w+: got head dimension {N}, the kernel wants (one of [\d, ]+|a multiple of {N})",
+            rf"value: got head dimension {N}, the kernels of gradients want {N} and {N}",
             rf"\w+: got head dimension {N} and, of value, {N}, the kernel reads multiples of {N}",
             rf"\w+: got {N} channels, the kernel wants a multiple of {N}",
             rf"value: got head size {N}, wants that of query and key, {N}",
@@ -87,6 +88,7 @@ INABILITY = {
             r"sliding_window: .* does not end at the query's own position",
             rf"bias: shape .*, wants all {N} queries and {N} keys",
             "query: got one query and one key, cuDNN wants more",
+            "lm_head: got none, the kernels compute logits from hidden states",
             "initial_state: got transposed states, which the kernel does not read with beta or gates per key channel",
         ]
     ),
