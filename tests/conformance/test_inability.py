@@ -83,7 +83,7 @@ INABILITY = {
     ),
     "a computation that is another kernel's": "|".join(
         [
-            "beta: got None; the implementation 'triton' serves recurrences without the delta rule",
+            r"beta: got None; the implementation '(triton|cuda_chunked)' serves recurrences without the delta rule",
             "a shared prefix together with a window or alibi, which count from each query's own position",
             r"sliding_window: .* does not end at the query's own position",
             rf"bias: shape .*, wants all {N} queries and {N} keys",
