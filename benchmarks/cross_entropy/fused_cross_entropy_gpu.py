@@ -7,7 +7,7 @@
 
 The first table compares losses and gradients with NumPy's in float64, for a vocabulary of 151936 entries. The second
 has times: all sides get the same bfloat16 arrays and targets drawn at random, sides are interleaved, several calls a
-sample, and medians are printed. Memory is what a side takes beside arguments and gradients. The three products are
+sample, and medians are printed. Memory is what a side takes next to arguments and gradients. The three products are
 those of the logits and of the two gradients, alone. Logits are donated, and each call gets the gradient of the call
 before.
 """

@@ -24,7 +24,6 @@ POINTER_TYPES = {
     "float32": "*fp32",
     "int32": "*i32",
     "int8": "*i8",
-    "uint8": "*u8",
     "uint32": "*u32",
     "bool": "*i1",
     "float8_e4m3fn": "*fp8e4nv",

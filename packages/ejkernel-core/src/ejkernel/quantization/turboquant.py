@@ -312,10 +312,10 @@ def bits_of_codes(name: str, packed: Any, dim: int) -> int:
 
 
 def _check_norms(name: str, norms: Any, codes: Any, *parts: int) -> None:
-    wanted = (*codes.shape[:-1], *parts)
-    if tuple(norms.shape) != wanted:
+    expected = (*codes.shape[:-1], *parts)
+    if tuple(norms.shape) != expected:
         raise ValueError(
-            f"{name}: got shape {tuple(norms.shape)}, wants {wanted} for codes of shape {tuple(codes.shape)}"
+            f"{name}: got shape {tuple(norms.shape)}, wants {expected} for codes of shape {tuple(codes.shape)}"
         )
 
 

@@ -113,10 +113,10 @@ def placement(
     def check_specs(axis_name: str | None, in_specs: Any, mesh: Any) -> None:
         if axis_name is None or not isinstance(in_specs, tuple | list):
             return
-        wanted = axes_of_several_devices((axis_name,), mesh)
+        expected = axes_of_several_devices((axis_name,), mesh)
         for name, spec in zip(("x", "y"), in_specs, strict=False):
             axis = split_axes.get(name)
-            if axis is not None and axes_of_several_devices(spec_entry_axes(spec, axis), mesh) != wanted:
+            if axis is not None and axes_of_several_devices(spec_entry_axes(spec, axis), mesh) != expected:
                 wants = f"axis_name={axis_name!r} wants axis {axis} of {name} split over {axis_name!r}"
                 raise ValueError(f"in_specs: {wants}, got {spec}")
 
