@@ -14,12 +14,18 @@ import pytest
 import ejkernel
 from ejkernel.compat.paths import OLD_PATHS
 from ejkernel.modules import gated_delta_rule, ragged_gated_delta_rule
+from ejkernel.ops import plugins
 
 
 @pytest.mark.parametrize("old", OLD_PATHS)
 def test_an_old_path_is_the_module_that_has_its_names(old):
     assert importlib.import_module(old) is importlib.import_module(OLD_PATHS[old])
     assert importlib.import_module(OLD_PATHS[old]).__spec__.name == OLD_PATHS[old]
+
+
+def test_an_old_path_leaves_the_function_of_its_name_in_the_package():
+    importlib.import_module("ejkernel.ops.registry")
+    assert ejkernel.ops.registry is plugins.registry
 
 
 def test_every_old_path_can_be_imported_first():

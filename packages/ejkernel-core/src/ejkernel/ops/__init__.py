@@ -1,6 +1,8 @@
 """The engine: how operations are declared, chosen, configured, differentiated and run."""
 
 import importlib
+import sys
+from types import ModuleType
 from typing import Any
 
 from ejkernel.errors import NoConfigError, NoImplementationError, TunerError
@@ -114,6 +116,19 @@ __all__ = [
     "tune_abstract",
     "vmap_with_config",
 ]
+
+
+class _EngineModule(ModuleType):
+    """The class of this package. Python binds a submodule to its name in the package; this class keeps the public name,
+    `registry`, which is also the name of a module of the earlier library.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (isinstance(value, ModuleType) and name in __all__):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _EngineModule
 
 
 def __getattr__(name: str) -> Any:
