@@ -3,6 +3,7 @@
 The tests are the suite's, imported; its pytest plugin, which is installed with it, fills in what they are run on.
 """
 
+from ejkernel_conformance.test_batch_invariance import test_batch_invariance
 from ejkernel_conformance.test_candidates import test_candidates
 from ejkernel_conformance.test_capabilities import (
     test_gives_gradient,
@@ -20,6 +21,7 @@ from ejkernel_conformance.test_value import test_eager_equals_jit, test_residual
 from ejkernel_conformance.test_vmap import test_vmap
 
 __all__ = [
+    "test_batch_invariance",
     "test_candidates",
     "test_determinism",
     "test_eager_equals_jit",

@@ -24,6 +24,9 @@ PAIRED_TRANSFORMS = ("test_value", "test_gradients")
 OF_REQUESTS = ("test_requests", "test_request_gradients")
 """The transforms that only the arrays matter to which say where requests lie: ids, lengths, tables and slots."""
 
+OF_INVARIANCE = "test_batch_invariance"
+"""The transform of which one claim of each implementation appears: it compiles a program for each changed call."""
+
 
 def features(transform: str, parameter: Any) -> frozenset[Hashable]:
     """Returns what a test function shows on a parameter."""
@@ -32,6 +35,8 @@ def features(transform: str, parameter: Any) -> frozenset[Hashable]:
     if isinstance(parameter, Tunable):
         implementation = parameter.subject.implementation
         return frozenset({(transform, implementation.family, implementation.name, parameter.direction)})
+    if transform == OF_INVARIANCE:
+        return frozenset({(transform, parameter.implementation.family, parameter.implementation.name)})
     return frozenset({(transform, str(parameter))})
 
 

@@ -16,6 +16,7 @@ PARAMETERS = (
     "ejk_implementation",
     "ejk_claim",
     "ejk_gradient",
+    "ejk_invariance",
     "ejk_candidates",
 )
 COVER = ("all", "first", "rest")

@@ -46,7 +46,7 @@ class FamilyTarget:
     Attributes:
         implementation: The implementation.
         cases: The cases with the selected tag, whichever operations were selected: a claim holds for the family.
-        name: The claimed argument or gradient.
+        name: The claimed argument, gradient or invariance.
     """
 
     implementation: Implementation
@@ -102,6 +102,7 @@ class Selection:
             "ejk_implementation": lambda: _family_targets(self),
             "ejk_claim": lambda: _claims(self, lambda i: i.requires.handles),
             "ejk_gradient": lambda: _claims(self, lambda i: i.gradients),
+            "ejk_invariance": lambda: _claims(self, lambda i: i.invariant_to),
             "ejk_candidates": lambda: _tunables(self),
         }
         return list(made[parameter]())

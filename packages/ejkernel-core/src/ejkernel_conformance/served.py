@@ -9,6 +9,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, final
 
+from ejkernel.ops.device import current_device
+from ejkernel.ops.dispatch import hardware_refusals
 from ejkernel.ops.params import Direction
 from ejkernel_conformance import claims, shards
 from ejkernel_conformance.subjects import Subject, abstract_record, refusal
@@ -69,6 +71,11 @@ def candidates_refused(tunable: Any) -> str:
     """Returns why dispatch does not let a kernel run whose candidates are tried."""
     directions: tuple[Direction, ...] = ("forward",) if tunable.direction == "forward" else ("forward", "backward")
     return Refused(directions)(tunable.subject)
+
+
+def hardware_refused(target: Any) -> str:
+    """Returns why no case of an implementation runs on this device."""
+    return "; ".join(hardware_refusals(target.implementation, current_device()))
 
 
 def claimed_gradient_refused(target: Any) -> str:

@@ -1,6 +1,7 @@
 """The shared registration of all XLA implementations."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from ejkernel.ops import ConfigSpace, Family, Implementation, Requires
 from ejkernel.types.arguments import optional_fields
@@ -18,6 +19,7 @@ def xla_implementation(
     backward: bool = True,
     dtypes: frozenset[str] = FLOAT_DTYPES,
     symbolic: bool = True,
+    **other_fields: Any,
 ) -> Implementation:
     """Returns an implementation for every device, with the passes of the family's folder here.
 
@@ -30,6 +32,7 @@ def xla_implementation(
         backward: Whether there is a backward pass.
         dtypes: Those it takes.
         symbolic: Whether it takes symbolic sizes.
+        **other_fields: Others of `Implementation`.
     """
     folder = f"ejkernel_xla.{family.name}"
     handles = optional_fields(family.record) if handles is None else handles
@@ -48,4 +51,5 @@ def xla_implementation(
         instead_of_kernel={"tpu": REASONS_WITHOUT_TPU_KERNEL[family.name]}
         if family.name in REASONS_WITHOUT_TPU_KERNEL
         else {},
+        **other_fields,
     )

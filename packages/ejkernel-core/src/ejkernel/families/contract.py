@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from ejkernel.types.invariances import depends_on_batch
+
 
 def _dtype_of_first_field(record: Any) -> Any:
     return getattr(record, dataclasses.fields(record)[0].name).dtype
@@ -83,6 +85,8 @@ class Family:
             segments. What one request holds never reaches another: the conformance suite poisons it.
         request_isolation: What the passes of every implementation are given in an `isolate_sequences` block, so that
             requests that share a tile cannot reach each other; None where kernels keep them apart by themselves.
+        invariances: Record -> the names, of `ejkernel.types.invariances.INVARIANCES`, of all that the bits of a row of
+            such a call may depend on. In a `batch_invariant` block an implementation has to claim each of them.
     """
 
     name: str
@@ -100,6 +104,7 @@ class Family:
     unsplittable_axis_hints: Mapping[str, str] = dataclasses.field(default_factory=dict)
     requests: Callable[[Any], Iterable[Mapping[str, Any]]] | None = None
     request_isolation: RequestIsolation | None = None
+    invariances: Callable[[Any], frozenset[str]] = depends_on_batch
 
     def __post_init__(self) -> None:
         declared = {f.name: f.metadata for f in dataclasses.fields(self.record) if "axes" in f.metadata}

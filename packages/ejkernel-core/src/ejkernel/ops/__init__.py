@@ -8,6 +8,7 @@ from typing import Any
 from ejkernel.errors import NoConfigError, NoImplementationError, TunerError
 from ejkernel.families.contract import Family
 from ejkernel.ops.argument_records import ArgumentRecord
+from ejkernel.ops.batch_invariance import batch_invariant
 from ejkernel.ops.call import call, default_chain
 from ejkernel.ops.calls_file import read_calls, save_recorded
 from ejkernel.ops.config.chain import ConfigSelectorChain, Request, Selection
@@ -83,6 +84,7 @@ __all__ = [
     "Verdict",
     "arguments",
     "autotune_recorded",
+    "batch_invariant",
     "call",
     "check_values",
     "clear_recorded",

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ejkernel import _compat
 from ejkernel.ops import recording, tuning, values
+from ejkernel.ops.batch_invariance import GRADIENTS_NOTE, is_batch_invariant
 from ejkernel.ops.callers import caller_arguments, caller_platform, nested_call_notes
 from ejkernel.ops.config.chain import ConfigSelectorChain
 from ejkernel.ops.config.persistent import PersistentCache
@@ -114,12 +115,15 @@ def make_plan(op: Op, args: Any, platform: str | None, cfg: Any, chain: ConfigSe
         chain=chain,
         returns_lse=op.returns_residual_lse(args),
         differentiable_twice=second_derivatives_enabled(),
-        isolates_sequences=are_sequences_isolated(),
+        isolates_sequences=are_sequences_isolated() or is_batch_invariant(),
+        batch_invariant=is_batch_invariant(),
     )
 
 
-def isolation_notes(plan: CallPlan, record: Any) -> tuple[str, ...]:
-    """Returns what `explain` says where sequences of a call may reach each other."""
+def policy_notes(plan: CallPlan, record: Any) -> tuple[str, ...]:
+    """Returns what `explain` says of a `batch_invariant` block, or where sequences of a call may reach each other."""
+    if plan.batch_invariant:
+        return (GRADIENTS_NOTE,)
     isolate = plan.op.family.request_isolation
     if isolate is None or plan.isolates_sequences or plan.op.padding_only or not isolate.may_share_tiles(record):
         return ()
@@ -146,7 +150,7 @@ def decide(op: Op, args: Any, **options: Any) -> Decision:
         grad_fields = frozenset(op.family.differentiable) & set(array_fields(record))
         forward = plan.choose(record, "forward")
         nested = dict.fromkeys(nested_call_notes.get() or ())
-        notes = (*forward.notes, *suspicious_argument_warnings(op, args), *isolation_notes(plan, record), *nested)
+        notes = (*forward.notes, *suspicious_argument_warnings(op, args), *policy_notes(plan, record), *nested)
         forward = dataclasses.replace(forward, notes=notes)
         first, backward = plan.choose_both_passes(record, grad_fields)
         other = first.implementation not in (None, forward.implementation)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from ejkernel.families.contract import Family
 from ejkernel.ops import evidence
+from ejkernel.ops.batch_invariance import invariance_refusals
 from ejkernel.ops.config.selection import foreign_part_reason
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.model import Implementation, Op, Requires
@@ -136,6 +137,7 @@ def choose(
     direction: Direction,
     grad_fields: frozenset[str] = frozenset(),
     cfg: BaseOperationConfig | None = None,
+    batch_invariant: bool = False,
 ) -> Choice:
     """Judges every registered implementation of an operation for a call, and chooses the first usable one.
 
@@ -147,6 +149,7 @@ def choose(
         direction: The pass.
         grad_fields: For backward: the record fields whose gradient is needed.
         cfg: The call's own configuration.
+        batch_invariant: Whether the call was made in a `batch_invariant` block, which is about forward passes.
     """
     registered = registry()
     verdicts: list[Verdict] = []
@@ -155,6 +158,8 @@ def choose(
         found = refusals(op.family, implementation, record, device, platform, direction, grad_fields)
         reasons = tuple(name_public_argument(op, reason) for reason in found)
         reasons += _foreign_config(op, implementation, direction, cfg)
+        if batch_invariant and direction == "forward":
+            reasons += tuple(invariance_refusals(op.family, implementation, record))
         verdicts.append(_make_verdict(op, implementation, record, device, direction, reasons))
     return Choice(
         op=op.name,

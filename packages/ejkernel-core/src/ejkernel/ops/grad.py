@@ -42,6 +42,7 @@ class CallPlan:
         returns_lse: Whether the call returns `(output, lse)`, with the residuals' lse, instead of the output.
         differentiable_twice: Whether the call was made in a `second_derivatives` block.
         isolates_sequences: Whether the call was made in an `isolate_sequences` block.
+        batch_invariant: Whether it was made in a `batch_invariant` block.
     """
 
     op: Op
@@ -52,6 +53,7 @@ class CallPlan:
     returns_lse: bool = False
     differentiable_twice: bool = False
     isolates_sequences: bool = False
+    batch_invariant: bool = False
 
     @property
     def tunes_on_miss(self) -> bool:
@@ -62,7 +64,9 @@ class CallPlan:
         self, record: Any, direction: Direction, grad_fields: frozenset[str] = frozenset()
     ) -> Choice:
         """Chooses an implementation."""
-        choice = choose(self.op, record, self.device, self.platform, direction, grad_fields, self.cfg)
+        choice = choose(
+            self.op, record, self.device, self.platform, direction, grad_fields, self.cfg, self.batch_invariant
+        )
         return (
             refuse_backward_without_handles(choice, "lse_cotangent")
             if self.returns_lse and direction == "backward"
@@ -93,6 +97,7 @@ class CallPlan:
             op=self.op,
             implementation=choice.implementation,
             direction="both" if choice.implementation.paired else choice.direction,
+            batch_invariant=self.batch_invariant and (choice.implementation.paired or choice.direction == "forward"),
             device=self.device,
             record=record,
             override=self.cfg,

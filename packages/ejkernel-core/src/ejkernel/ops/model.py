@@ -16,6 +16,7 @@ from ejkernel.ops.space import NO_CHOICE, ConfigSpace
 from ejkernel.ops.values import Conditions
 from ejkernel.renamed import current_names
 from ejkernel.types.arguments import optional_fields
+from ejkernel.types.invariances import INVARIANCES
 
 CALL_OPTIONS = ("platform", "cfg", "mesh", "in_specs", "out_specs")
 
@@ -246,6 +247,9 @@ class Implementation:
         paired: The passes belong together: a differentiated call takes both or neither, and they share one
             configuration, which is asked for, measured and stored as direction `"both"`. Calls that are not
             differentiated use that configuration too.
+        invariant_to: Names of `ejkernel.types.invariances.INVARIANCES`: in a `batch_invariant` block, none of these
+            changes a bit of a row of the forward pass. The conformance suite proves each on the device.
+        invariance_limits: Record -> sentences saying why the claims do not hold for it; empty if they do.
         instead_of_kernel: Kind of device -> why it serves the family there instead of a kernel. The support matrix
             shows the reason at operations that no kernel for these devices serves.
     """
@@ -264,11 +268,18 @@ class Implementation:
     only: frozenset[str] | None = None
     cases: str | None = None
     paired: bool = False
+    invariant_to: frozenset[str] = frozenset()
+    invariance_limits: Callable[[Any], Iterable[str]] = _no_refusal_reasons
     instead_of_kernel: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str], hash=False)
 
     def __post_init__(self) -> None:
         if self.paired and self.backward is None:
             raise ValueError(f"implementation {self.name!r} of {self.family}: paired=True wants a backward, got None")
+        unknown = sorted(self.invariant_to - INVARIANCES.keys())
+        if unknown:
+            raise ValueError(f"invariant_to: got {', '.join(unknown)}, wants names among {', '.join(INVARIANCES)}")
+        if self.invariant_to and self.config is not NO_CHOICE and self.config.batch_invariant is None:
+            raise ValueError(f"invariant_to: {self.name!r} of {self.family} wants a rule ConfigSpace.batch_invariant")
 
     @property
     def backend(self) -> str:

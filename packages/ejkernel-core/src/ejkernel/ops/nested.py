@@ -5,6 +5,7 @@ from typing import Any
 import jax
 
 from ejkernel.errors import NoImplementationError
+from ejkernel.ops.batch_invariance import is_batch_invariant
 from ejkernel.ops.call import default_chain
 from ejkernel.ops.callers import caller_platform, nested_call_notes
 from ejkernel.ops.device import current_device
@@ -74,4 +75,11 @@ def platform_of_nested_call(op: str, args: Any) -> str:
 
 
 def _plan_of_nested_call(op: str, platform: str = "auto") -> CallPlan:
-    return CallPlan(op=registry().ops[op], device=current_device(), platform=platform, cfg=None, chain=default_chain())
+    return CallPlan(
+        op=registry().ops[op],
+        device=current_device(),
+        platform=platform,
+        cfg=None,
+        chain=default_chain(),
+        batch_invariant=is_batch_invariant(),
+    )

@@ -50,6 +50,9 @@ class ConfigSpace:
             calls of the same shapes do.
         forward: The type of the forward pass, or of both where they are paired.
         backward: The type of the backward pass, where that is another.
+        batch_invariant: (record, device, direction) -> complete configuration part of calls in a `batch_invariant`
+            block. It reads sizes of heads and models and dtypes, and no size that depends on the batch. None where
+            nothing is claimed, or nothing is to choose.
         public_fields: Public configuration field -> field of the kernel's own types that has its value, or all that
             have it; `"dkv.block_q"` is a field of a field. What a type does not have is left out.
     """
@@ -59,6 +62,7 @@ class ConfigSpace:
     forward: type
     kind: Callable[[Any], str | None] = _no_call_kind
     backward: type | None = None
+    batch_invariant: Callable[[Any, DeviceInfo, Direction], Any] | None = None
     public_fields: Mapping[str, str | tuple[str, ...]] = dataclasses.field(
         default_factory=dict[str, str | tuple[str, ...]], hash=False
     )
@@ -74,6 +78,8 @@ class ConfigSpace:
     ) -> "ConfigSpace":
         """Returns the configurations of a kernel directory, whose module `config` has the rules and public fields.
 
+        A function `batch_invariant` of the module is the rule of `batch_invariant` blocks.
+
         Args:
             config: The module.
             forward: As the attribute.
@@ -86,6 +92,7 @@ class ConfigSpace:
             forward=forward,
             kind=kind,
             backward=backward,
+            batch_invariant=getattr(config, "batch_invariant", None),
             public_fields=config.PUBLIC_FIELDS,
         )
 

@@ -10,5 +10,6 @@ IMPLEMENTATIONS = (
         FAMILY,
         dtypes=FLOAT_DTYPES | {"float8_e4m3fn", "float8_e5m2"},
         config=ConfigSpace.of(config, forward=config.RowTiles),
+        invariant_to=frozenset({"batch"}),
     ),
 )

@@ -18,9 +18,11 @@ class RowTiles:
 
     Attributes:
         block_m: Rows of a group's largest tiles.
+        batch_invariant: Whether all tiles have `block_m` rows, whatever the groups have.
     """
 
     block_m: int
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         check_positive(self)
@@ -35,6 +37,8 @@ def sizes(record: GroupedMatmul, config: RowTiles) -> tuple[int, ...]:
     next.
     """
     tile_rows = [config.block_m]
+    if config.batch_invariant:
+        return (config.block_m,)
     while tile_rows[-1] // 4 >= MIN_BLOCK:
         tile_rows.append(tile_rows[-1] // 4)
     rows = record.lhs.shape[0]
@@ -44,6 +48,15 @@ def sizes(record: GroupedMatmul, config: RowTiles) -> tuple[int, ...]:
 def heuristic(record: GroupedMatmul, device: Any, direction: Direction) -> RowTiles:
     """Returns the tiles for a record on a device, not measured."""
     return RowTiles(block_m=BLOCK_SIZES[1])
+
+
+FIXED_BLOCK = 64
+"""Rows of all tiles in a `batch_invariant` block: a product of other sizes would add in another order."""
+
+
+def batch_invariant(record: GroupedMatmul, device: Any, direction: Direction) -> RowTiles:
+    """Returns the tiles of all calls in a `batch_invariant` block."""
+    return RowTiles(block_m=FIXED_BLOCK, batch_invariant=True)
 
 
 def candidates(record: GroupedMatmul, device: Any, direction: Direction) -> tuple[RowTiles, ...]:

@@ -1,5 +1,7 @@
 """Forward pass of a grouped matmul."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -20,6 +22,8 @@ def forward(record: GroupedMatmul, config: RowTiles) -> tuple[jax.Array, tuple[(
         [M, N] in the record's `out_dtype`. There are no residuals.
     """
     rows = record.lhs.shape[0]
+    if config.batch_invariant and 0 < rows < config.block_m:
+        return forward(_with_more_rows(record, config.block_m - rows), config)[0][:rows], ()
     existing_output = jnp.zeros((rows, columns(record))) if record.existing_out is None else record.existing_out
     output = existing_output.astype(record.out_dtype)
     if rows == 0:
@@ -40,6 +44,13 @@ def forward(record: GroupedMatmul, config: RowTiles) -> tuple[jax.Array, tuple[(
         return fold_row_tiles(first, end, sizes(record, config), rows, tile, output)
 
     return fold_groups(*group_row_bounds(record), group, output), ()
+
+
+def _with_more_rows(record: GroupedMatmul, count: int) -> GroupedMatmul:
+    """Returns the record with so many unassigned rows after its own, so that a tile has room."""
+    names = [name for name in ("lhs", "lhs_scale", "existing_out") if getattr(record, name) is not None]
+    padded = {name: jnp.pad(getattr(record, name), ((0, count), (0, 0))) for name in names}
+    return dataclasses.replace(record, **padded)
 
 
 def _bias_of_group(record: GroupedMatmul, g: jax.Array) -> jax.Array | None:

@@ -6,5 +6,10 @@ from ejkernel_xla.paged_attention import config
 from ejkernel_xla.registration import xla_implementation
 
 IMPLEMENTATIONS = (
-    xla_implementation(FAMILY, backward=False, config=ConfigSpace.of(config, forward=config.PagedTiles)),
+    xla_implementation(
+        FAMILY,
+        backward=False,
+        config=ConfigSpace.of(config, forward=config.PagedTiles),
+        invariant_to=frozenset({"batch", "padding", "chunking", "pages"}),
+    ),
 )

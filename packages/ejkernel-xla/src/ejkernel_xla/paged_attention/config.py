@@ -26,11 +26,13 @@ class PagedTiles:
         block_q: Query rows of one sequence a tile.
         block_kv: Keys per tile.
         stack: Tiles of query rows in one batched product.
+        batch_invariant: Whether all tiles have these sizes, also in calls that cannot fill them.
     """
 
     block_q: int
     block_kv: int
     stack: int
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         check_positive(self)
@@ -51,6 +53,8 @@ class PagedTiling:
 
 def tiles(record: PagedAttention, config: PagedTiles) -> PagedTiling:
     """Returns the tiles of a record, of which no axis is empty: none larger than it can fill."""
+    if config.batch_invariant:
+        return PagedTiling(config.block_q, config.block_kv, config.stack)
     rows, sequences = record.query.shape[0], record.kv_lens.shape[0]
     queries = 1 if record.query_start is None else max(1, min(config.block_q, rows))
     keys = max(1, min(config.block_kv, paged_cache.max_sequence_len(record)))
@@ -60,6 +64,18 @@ def tiles(record: PagedAttention, config: PagedTiles) -> PagedTiling:
 def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) -> PagedTiles:
     """Returns tile sizes for a record on a device, not measured."""
     return _default_tiles(record, device, BLOCK_KV)
+
+
+FIXED_STACK = 4
+"""Rows in one batched product in a `batch_invariant` block."""
+
+
+def batch_invariant(record: PagedAttention, device: DeviceInfo, direction: Direction) -> PagedTiles:
+    """Returns tile sizes for all calls in a `batch_invariant` block: each row is a tile, in prefill as in decoding.
+
+    A window begins at each row's own key, and a tile of several rows would begin at that of its first.
+    """
+    return PagedTiles(block_q=1, block_kv=BLOCK_KV, stack=FIXED_STACK, batch_invariant=True)
 
 
 def candidates(record: PagedAttention, device: DeviceInfo, direction: Direction) -> tuple[PagedTiles, ...]:

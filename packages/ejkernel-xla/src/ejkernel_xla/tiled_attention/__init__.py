@@ -11,5 +11,7 @@ IMPLEMENTATIONS = (
         FAMILY,
         handles={*optional_fields(FAMILY.record), "lse_cotangent"},
         config=ConfigSpace.of(config, forward=config.ChunkedSoftmax),
+        invariant_to=frozenset({"batch", "padding", "packing", "chunking"}),
+        invariance_limits=config.invariance_limits,
     ),
 )

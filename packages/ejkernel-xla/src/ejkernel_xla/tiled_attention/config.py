@@ -1,6 +1,7 @@
 """Tile sizes: the heuristic, and the candidates that are worth measuring."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from ejkernel.families.tiled_attention import TiledAttention, causal_window_bounds
@@ -23,10 +24,12 @@ class ChunkedSoftmax:
     Attributes:
         block_q: Queries per tile.
         block_kv: Keys per tile.
+        batch_invariant: Whether all tiles have these sizes and begin with their segment, whatever else the call has.
     """
 
     block_q: int
     block_kv: int
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         check_positive(self)
@@ -46,6 +49,34 @@ def heuristic(record: TiledAttention, device: Any, direction: Direction) -> Chun
     return _clamped_blocks(
         record, DEFAULT_BLOCK, DEFAULT_BLOCK if None in causal_window_bounds(record) else DEFAULT_BLOCK // 2
     )
+
+
+FIXED_BLOCK_Q, FIXED_BLOCK_KV = 64, 256
+"""Tile sizes in a `batch_invariant` block."""
+
+
+def batch_invariant(record: TiledAttention, device: Any, direction: Direction) -> ChunkedSoftmax:
+    """Returns tile sizes for all calls in a `batch_invariant` block.
+
+    A multiple of 16 rows: the last rows of another number would take another path through a CPU's products.
+    """
+    return ChunkedSoftmax(block_q=FIXED_BLOCK_Q, block_kv=FIXED_BLOCK_KV, batch_invariant=True)
+
+
+def invariance_limits(record: TiledAttention) -> Iterator[str]:
+    """Yields why rows of a record depend on the rest of its call."""
+    if record.dropout_prob > 0:
+        yield "dropout_prob: which weights are dropped follows from a row's place in the batch"
+    if record.pattern is not None:
+        yield "pattern: its tiles are cut from the first query and key of the call"
+    sizes: tuple[Any, ...] = (*record.query.shape, *record.key.shape)
+    if not all(isinstance(size, int) for size in sizes):
+        yield "symbolic sizes cannot be cut into fixed tiles"
+    if record.q_segment_ids is not None and record.kv_segment_ids is not None:
+        if record.relative_bias is not None:
+            yield "relative_bias with segment ids: its distances are those of indices in the whole row"
+        if not record.normalize_output:
+            yield "normalize_output=False with segment ids: the index of the largest score is that in the whole row"
 
 
 def candidates(record: TiledAttention, device: Any, direction: Direction) -> tuple[ChunkedSoftmax, ...]:

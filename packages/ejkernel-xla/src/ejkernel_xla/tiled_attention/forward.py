@@ -27,6 +27,7 @@ from jax import lax
 from ejkernel import _compat
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel_xla.tiled_attention.config import ChunkedSoftmax
+from ejkernel_xla.tiled_attention.kernels import fixed_tiles
 from ejkernel_xla.tiled_attention.kernels.key_tiles import find_key_tiles
 from ejkernel_xla.tiled_attention.kernels.scores import (
     Scores,
@@ -79,6 +80,8 @@ def attend(record: TiledAttention, params: ChunkedSoftmax, dtype: Any) -> tuple[
     state = _compat.as_varying(_results_without_keys(record, dtype), record)
     if state["output"].size == 0 or record.key.shape[1] == 0:
         return _output_and_residuals(state)
+    if params.batch_invariant:
+        return _attend_in_fixed_tiles(record, params, dtype)
     plan = make_plan(record, params.block_q, params.block_kv)
     key_tiles = find_key_tiles(record, plan)
 
@@ -104,6 +107,34 @@ def attend(record: TiledAttention, params: ChunkedSoftmax, dtype: Any) -> tuple[
 
     # The arrays are carried, so that XLA updates a query tile of them in place.
     return _output_and_residuals(lax.fori_loop(jnp.int32(0), jnp.int32(plan.steps), query_tile, state))
+
+
+def _attend_in_fixed_tiles(
+    record: TiledAttention, params: ChunkedSoftmax, dtype: Any
+) -> tuple[jax.Array, SoftmaxResiduals]:
+    """Runs `attend` in tiles that do not depend on what else the call has."""
+    tiles = fixed_tiles.cut(record, params.block_q, params.block_kv)
+    record = tiles.record
+    state = _compat.as_varying(_results_without_keys(record, dtype), record)
+
+    def query_tile(step: jax.Array, state: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        at, plan, first, end = tiles.at(step)
+        query = load_query(record, plan, at)
+
+        def key_tile(tile: jax.Array, running: OnlineSoftmax) -> OnlineSoftmax:
+            key, value = (load_keys(x, record, plan, at, tile) for x in (record.key, record.value))
+            scores = mask(compute_scores(record, plan, at, tile, query, key), allowed_pairs(record, plan, at, tile))
+            return _online_softmax_step(running, scores, value, None, record, plan.keys.start(tile))
+
+        running = _compat.as_varying(_initial_softmax(record, plan), record)
+        running = lax.fori_loop(first, end, key_tile, running)
+        # Rows after the segment's end are stored too; the tiles of the segments that they are of store them again.
+        return _store_query_tile(state, _epilogue(running, record, plan, at), plan, at)
+
+    state = lax.fori_loop(jnp.int32(0), tiles.count, query_tile, state)
+    return _output_and_residuals(
+        {name: tiles.in_call_order(x, 1 if name == "output" else 2) for name, x in state.items()}
+    )
 
 
 def _initial_softmax(record: TiledAttention, plan: TilePlan) -> OnlineSoftmax:

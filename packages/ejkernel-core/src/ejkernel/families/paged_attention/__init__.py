@@ -136,4 +136,5 @@ FAMILY = Family(
     apply_shard_offsets=apply_shard_offsets,
     reference=reference,
     requests=requests,
+    invariances=lambda record: frozenset({"batch", "padding", "chunking", "pages"}),
 )

@@ -77,6 +77,11 @@ def requests(record: Any) -> tuple[dict[str, Any], ...]:
     return ({"b t": queries, "b s": keys, "b t s": common_owner_or_shared(queries[:, :, None], keys[:, None])},)
 
 
+def invariances(record: TiledAttention) -> frozenset[str]:
+    """Returns what the rows of a record may depend on; on what they are packed with where there are segments."""
+    return frozenset({"batch", "padding", "chunking", *(("packing",) if has_segments(record) else ())})
+
+
 FAMILY = Family(
     name="tiled_attention",
     record=TiledAttention,
@@ -92,6 +97,7 @@ FAMILY = Family(
         record=move_nonfinite_values_to_keys, pullback=isolate_pullback, may_share_tiles=has_segments
     ),
     lse="b h t",
+    invariances=invariances,
 )
 
 MASK_FIELDS = frozenset(

@@ -112,6 +112,10 @@ class ConfigSelectorChain:
         if explicit is not None:
             self._report_selection(explicit, request)
             return explicit
+        if request.batch_invariant:
+            selection = _select_for_any_batch(request, trail)
+            self._report_selection(selection, request)
+            return selection
         key = request.key()
         if is_explain_only():  # `explain` must not measure, store, or wait for other processes
             return self._agreement.known_decision(key) or self._select_from_later_tiers(key, request, None, trail)
@@ -154,6 +158,8 @@ class ConfigSelectorChain:
         Raises:
             TunerError: The policy does not allow measuring, or no candidate ran.
         """
+        if request.batch_invariant:
+            raise TunerError("a batch_invariant block has fixed configurations: measure outside of it")
         if not effective_policy(self.policy, self).allow_autotune:
             raise TunerError(f"the policy does not allow measuring {request.op.name}: allow_autotune is False")
         key, results = request.key(), list[TuningResult]()
@@ -311,6 +317,15 @@ class ConfigSelectorChain:
             return self._predictions[key], "in this process"
         part = self.persistent.predicted.get(key, request.part_type()) if self.persistent is not None else None
         return (part, "user store") if part is not None else _shipped_config_part(key, request, predicted=True)
+
+
+def _select_for_any_batch(request: Request, trail: list[str]) -> Selection:
+    """Returns the configuration of a call in a `batch_invariant` block that neither `cfg=` nor an overlay has one for.
+
+    Measurements and predictions are of the sizes of one batch, so none is asked for, whatever the policy.
+    """
+    steps = ("heuristics: the implementation's rule for batch_invariant blocks; measurements are of one batch",)
+    return Selection(request.heuristic(), "heuristics", (*trail, *steps))
 
 
 def _shipped_config_part(key: ConfigKey, request: Request, predicted: bool = False) -> tuple[Any | None, str]:

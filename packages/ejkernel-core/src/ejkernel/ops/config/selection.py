@@ -25,6 +25,7 @@ class Request:
         device: Where it will run.
         record: The lowered record (only shapes and structure are read).
         override: The call's own configuration, or None.
+        batch_invariant: Whether the answer must be one for all batches: `cfg=`, an overlay by name, or a fixed rule.
     """
 
     op: Op
@@ -33,6 +34,7 @@ class Request:
     device: DeviceInfo
     record: Any
     override: BaseOperationConfig | None = None
+    batch_invariant: bool = False
 
     def key(self) -> ConfigKey:
         """Returns what the answer is stored under."""
@@ -43,7 +45,7 @@ class Request:
             direction=self.direction,
             device=device_label(self.device),
             schema=schema_hash(self.part_type()),
-            call=signature(self.record),
+            call="any batch" if self.batch_invariant else signature(self.record),
         )
 
     def part_type(self) -> type:
@@ -67,7 +69,9 @@ class Request:
 
     def heuristic(self) -> Any:
         """Returns what the implementation's rule says."""
-        return self.implementation.config.heuristic(self.record, self.device, self.direction)
+        space = self.implementation.config
+        rule = space.batch_invariant if self.batch_invariant else None
+        return (rule or space.heuristic)(self.record, self.device, self.direction)
 
     def complete_with_heuristic(self, part: Any) -> Any:
         """Returns `part` in the kernel's own fields, with unset fields filled by the implementation's heuristic."""

@@ -1,0 +1,61 @@
+"""The policy under which the result of a row does not depend on what else is in the call."""
+
+import contextlib
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import jax
+
+from ejkernel.families.contract import Family
+from ejkernel.ops.model import Implementation
+
+# Part of the key of every jitted function, and made at import, as in `ejkernel.ops.config.policy`.
+_invariant_context: Any = jax.make_user_context(False)
+
+GRADIENTS_NOTE = (
+    "batch_invariant: the bits of a row of the output do not depend on the rest of the call; those of gradients may"
+)
+"""The sentence of `explain` for a call in a `batch_invariant` block."""
+
+
+@contextlib.contextmanager
+def batch_invariant() -> Generator[None]:
+    """Makes the bits of a row independent of what else is in the call, for the calls traced inside of the block.
+
+    The same row gives the same bits, on one device and with one version of the toolchain, alone or in any batch, with
+    any padding, packed with others or not, from a whole prompt or in chunks, and wherever the pages of its cache lie:
+    `ejkernel.types.invariances.INVARIANCES` has the list. Only implementations serve that claim every one of these
+    names that the call may depend on, `Implementation.invariant_to`, and each runs in one fixed configuration.
+    `isolate_sequences` is part of it. Outputs are meant, not gradients: those of weights are sums over the batch.
+
+    Where no implementation claims enough, a call is refused by name; `ejkernel.explain` shows the reasons.
+
+    Example:
+        ```python
+        import jax, jax.numpy as jnp
+        from ejkernel.modules import flash_attention
+        from ejkernel.ops import batch_invariant
+
+        x = jax.random.normal(jax.random.key(0), (3, 8, 2, 16))
+        with batch_invariant():
+            together = flash_attention(x, x, x, causal=True)
+            alone = flash_attention(x[1:2], x[1:2], x[1:2], causal=True)
+        assert (together[1:2] == alone).all()
+        ```
+    """
+    with _invariant_context(True):
+        yield
+
+
+def is_batch_invariant() -> bool:
+    """Returns whether a `batch_invariant` block is around."""
+    return _invariant_context.value
+
+
+def invariance_refusals(family: Family, implementation: Implementation, record: Any) -> Iterator[str]:
+    """Yields the reasons why an implementation does not serve a call in a `batch_invariant` block."""
+    missing = sorted(family.invariances(record) - implementation.invariant_to)
+    if missing:
+        yield f"batch_invariant: its rows may depend on {', '.join(missing)}"
+    else:
+        yield from (f"batch_invariant: {reason}" for reason in implementation.invariance_limits(record))

@@ -1,0 +1,21 @@
+"""Names what the bits of a row may depend on, in a call that serves several rows, and says what each name means."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+INVARIANCES: Mapping[str, str] = MappingProxyType(
+    {
+        "batch": "How many other rows, sequences or requests the call has, what they hold, and the order of all.",
+        "padding": "How far the arrays reach beyond a sequence: masked keys after its last, longer page tables.",
+        "packing": "Which other sequences share a packed row, and where in that row a sequence begins.",
+        "chunking": "How many of a sequence's queries one call has: a whole prompt, chunks of it, or one new token.",
+        "pages": "How many tokens a page of the cache holds, and which pages hold the tokens of a sequence.",
+    }
+)
+"""Name -> what may change without changing the bits of a row, if an implementation claims the name."""
+
+
+def depends_on_batch(record: Any) -> frozenset[str]:
+    """Returns what the rows of a record may depend on, of a family that says nothing else: the batch."""
+    return frozenset({"batch"})

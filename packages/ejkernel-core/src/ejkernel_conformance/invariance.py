@@ -1,0 +1,109 @@
+"""Checks that no bit of a row depends on what else is in the call, for every name that an implementation claims.
+
+A case's call is changed in the ways that a name of `ejkernel.types.invariances.INVARIANCES` stands for: a row alone and
+in other company, more padding, a segment that is cut out of a packed row, fewer queries of each sequence, the pages of
+the cache in another order and of another size. Both calls run in a `batch_invariant` block, and the rows that they
+share must have the same bits. A changed call that dispatch refuses shows nothing; a claim that no case shows fails.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from ejkernel.ops.batch_invariance import invariance_refusals
+from ejkernel.ops.device import current_device
+from ejkernel.ops.dispatch import refusals
+from ejkernel.ops.grad import differentiable_call
+from ejkernel.ops.model import Case, Implementation, Op
+from ejkernel.types.arguments import non_default_fields
+from ejkernel_conformance.covering import Candidate, cover
+from ejkernel_conformance.invariance_changes import CHANGES_BY_FAMILY, Change, changes_of_rows
+from ejkernel_conformance.selection import FamilyTarget
+from ejkernel_conformance.subjects import abstract_record, lowered, pinned_plan
+
+MAX_CASES = 3
+"""Cases that show a claim: each compiles a program for each changed call."""
+
+
+def check_invariance(target: FamilyTarget) -> None:
+    """Checks one claim of an implementation on a few cases, which together have as many arguments as possible.
+
+    Raises:
+        AssertionError: A bit of a row changes, or no case shows the claim.
+    """
+    shown = 0
+    for op, case in _ordered(target):
+        if shown == MAX_CASES:
+            break
+        shown += _check_case(op, target.implementation, case, target.name)
+    if not shown:
+        raise AssertionError(
+            f"{target.implementation.name} claims to be invariant to {target.name}, and no case shows it"
+        )
+
+
+def served(op: Op, implementation: Implementation, record: Any) -> bool:
+    """Returns whether an implementation serves a record here, in a `batch_invariant` block."""
+    device = current_device()
+    reasons = (
+        *refusals(op.family, implementation, record, device, "auto", "forward", frozenset()),
+        *invariance_refusals(op.family, implementation, record),
+    )
+    return not reasons
+
+
+def _ordered(target: FamilyTarget) -> list[tuple[Op, Case]]:
+    """Returns the cases that are served, in an order in which the first few have most arguments and dtypes."""
+    name, implementation = target.name, target.implementation
+    cases = [
+        (op, case)
+        for op, case in target.cases
+        if served(op, implementation, record := abstract_record(op, case)) and name in op.family.invariances(record)
+    ]
+    candidates = [Candidate(frozenset(_features(op, abstract_record(op, case)))) for op, case in cases]
+    first = cover(candidates)
+    return [cases[n] for n in (*first, *(n for n in range(len(cases)) if n not in first))]
+
+
+def _features(op: Op, record: Any) -> Iterator[str]:
+    yield op.name
+    yield str(op.family.dtype(record))
+    yield from non_default_fields(record)
+
+
+def _check_case(op: Op, implementation: Implementation, case: Case, name: str) -> bool:
+    """Checks a claim on a case; returns whether a changed call was served."""
+    record = jax.tree.map(np.asarray, lowered(op, case))
+    make = CHANGES_BY_FAMILY.get(op.family.name, changes_of_rows)
+    changes = [
+        change
+        for change in make(op.family, record)
+        if change.name == name and served(op, implementation, change.record)
+    ]
+    if not changes:
+        return False
+    run = _compiled(op, implementation)
+    outputs = run(record)
+    for change in changes:
+        _assert_same_rows(change, run(change.record), outputs, f"{op.name}-{implementation.name}-{case.name}")
+    return True
+
+
+def _compiled(op: Op, implementation: Implementation) -> Callable[[Any], list[np.ndarray]]:
+    plan = dataclasses.replace(pinned_plan(op, implementation), isolates_sequences=True, batch_invariant=True)
+    run = jax.jit(lambda record: differentiable_call(plan, record))
+    return lambda record: [np.asarray(x) for x in jax.tree.leaves(run(record))]
+
+
+def _assert_same_rows(change: Change, changed: list[np.ndarray], outputs: list[np.ndarray], what: str) -> None:
+    for n, (select, select_changed) in enumerate(change.rows):
+        want, got = select(outputs[n]), select_changed(changed[n])
+        if want.shape != got.shape or want.size == 0:
+            raise AssertionError(f"{what}, {change}: got rows {got.shape}, wants {want.shape}, not empty")
+        if want.tobytes() == got.tobytes():
+            continue
+        different = want.astype(np.float64) != got.astype(np.float64)
+        raise AssertionError(f"{what}, {change}: {int(different.sum())} of {want.size} entries of the same rows differ")
