@@ -29,6 +29,7 @@ LOOP_CASES = (
     "more than there are",
     "pages of int8 keys",
     "blocks, not rectified",
+    "blocks of packed sequences",
 )
 VARIANTS = {
     "pages of fp8 keys, window, blocks": (
@@ -277,10 +278,6 @@ def test_memory_is_linear_in_the_queries_and_keys():
         (
             {"block_tables": jnp.zeros((1, 1), int), "cum_seqlens_q": jnp.array([0, 9, 20])},
             r"cum_seqlens_q: got shape \(3,\), wants \[B\+1=2\]",
-        ),
-        (
-            {"block_size": 4, "cum_seqlens_q": jnp.array([0, 9, 20]), "cum_seqlens_k": jnp.array([0, 20, 44])},
-            "block_size: got 4 with 2 packed sequences in one row, wants 1",
         ),
     ],
 )

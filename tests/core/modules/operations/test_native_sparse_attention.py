@@ -19,7 +19,8 @@ POSITIONAL = ("query", "key", "value", "g_cmp", "g_slc", "block_indices", "block
 GATES = ("g_cmp", "g_slc", "g_swa")
 TILES = NativeSparseAttentionConfig(block_q=7)
 
-# B, T, H, Hk, D, V, gates, further arguments; `block_indices` gives a number of slots
+# B, T, H, Hk, D, V, gates, further arguments; `block_indices` gives a number of slots, `keys` S, `pages` P and S,
+# `compressed` M or the blocks of a page
 CALLS = {
     "one token": (1, 1, 2, 1, 3, 2, GATES, {"block_size": 4}),
     "one block of many": (2, 63, 4, 4, 5, 4, GATES, {"block_size": 8, "block_counts": 1, "window_size": 1}),
@@ -66,6 +67,124 @@ CALLS = {
         GATES,
         {"block_size": 7, "block_counts": 3, "cu_seqlens": [0, 30, 30, 41], "window_size": 6},
     ),
+    "longer context": (2, 13, 4, 2, 4, 3, GATES, {"keys": 41, "block_size": 8, "block_counts": 3, "window_size": 11}),
+    "more queries than keys": (
+        1,
+        14,
+        2,
+        1,
+        4,
+        4,
+        ("g_cmp", "g_swa"),
+        {"keys": 9, "block_size": 4, "block_indices": 2, "window_size": 3},
+    ),
+    "packed, longer contexts": (
+        1,
+        30,
+        4,
+        2,
+        4,
+        4,
+        GATES,
+        {
+            "keys": 50,
+            "block_size": 8,
+            "block_counts": 2,
+            "cu_seqlens": [0, 9, 9, 20, 27],
+            "cu_seqlens_k": [0, 20, 23, 41, 44],
+            "window_size": 5,
+        },
+    ),
+    "decode": (
+        3,
+        1,
+        4,
+        2,
+        4,
+        6,
+        GATES,
+        {
+            "keys": 45,
+            "kv_lens": [45, 0, 21],
+            "compressed": 6,
+            "block_size": 8,
+            "block_counts": 3,
+            "window_size": 9,
+        },
+    ),
+    "decode, drafts, given": (
+        2,
+        3,
+        4,
+        2,
+        4,
+        4,
+        ("g_cmp", "g_swa"),
+        {
+            "keys": 40,
+            "kv_lens": [33, 2],
+            "cu_seqlens": [0, 2, 5],
+            "block_size": 8,
+            "block_indices": 4,
+            "window_size": 9,
+        },
+    ),
+    "one request": (
+        1,
+        2,
+        2,
+        2,
+        4,
+        4,
+        ("g_cmp", "g_slc"),
+        {"keys": 41, "kv_lens": [35], "compressed": 6, "block_size": 8, "block_counts": 2},
+    ),
+    "packed, compressed keys": (
+        1,
+        40,
+        4,
+        2,
+        4,
+        4,
+        ("g_cmp",),
+        {"block_size": 8, "block_counts": 2, "compressed": 7, "cu_seqlens": [0, 20, 21, 40]},
+    ),
+    "pages": (
+        2,
+        2,
+        4,
+        2,
+        4,
+        3,
+        GATES,
+        {
+            "pages": (9, 8),
+            "block_tables": [[2, 0, 5, 9], [3, 1, -1, 7]],
+            "kv_lens": [23, 31],
+            "compressed": 2,
+            "block_size": 4,
+            "block_counts": 3,
+            "window_size": 13,
+        },
+    ),
+    "pages, blocks of several": (
+        2,
+        3,
+        4,
+        2,
+        4,
+        4,
+        ("g_cmp", "g_swa"),
+        {
+            "pages": (9, 4),
+            "block_tables": [[2, 0, 5, 8, -1], [3, 1, 4, 7, 6]],
+            "kv_lens": [13, 20],
+            "cu_seqlens": [0, 1, 4],
+            "block_size": 6,
+            "block_counts": 2,
+            "window_size": 3,
+        },
+    ),
 }
 
 
@@ -73,18 +192,23 @@ def make(name, dtype=np.float64, seed=0):
     """Differentiable arrays by name, and the other arguments."""
     b, t, h, g, d, v, gates, options = CALLS[name]
     rng = np.random.default_rng(seed)
-    shapes = {"query": (b, t, h, d), "key": (b, t, g, d), "value": (b, t, g, v)}
+    options = dict(options)
+    s = options.pop("keys", t)
+    rows, s = options.pop("pages", (b, s))
+    shapes = {"query": (b, t, h, d), "key": (rows, s, g, d), "value": (rows, s, g, v)}
+    if "compressed" in options:
+        blocks = options.pop("compressed")
+        shapes |= {"compressed_key": (rows, blocks, g, d), "compressed_value": (rows, blocks, g, v)}
     arrays = {name: rng.normal(size=shape).astype(dtype) for name, shape in shapes.items()}
     arrays |= {gate: rng.random((b, t, h)).astype(dtype) for gate in gates}
-    options = dict(options)
     if "block_indices" in options:  # some twice, some ahead of the query, some nowhere
-        last = t // options["block_size"]
+        last = s // options["block_size"]
         shape = (b, t, g, options["block_indices"])
         options["block_indices"] = rng.integers(-1, last + 2, shape).astype(np.int32)
     if options.get("block_counts") == "some":
         options["block_counts"] = rng.integers(0, 5, (b, t, g)).astype(np.int32)
-    if "cu_seqlens" in options:
-        options["cu_seqlens"] = np.array(options["cu_seqlens"], np.int32)
+    for lengths in {"cu_seqlens", "cu_seqlens_k", "kv_lens", "block_tables"} & options.keys():
+        options[lengths] = np.array(options[lengths], np.int32)
     return arrays, options
 
 
@@ -220,6 +344,29 @@ def test_the_mean_of_a_block_that_is_not_complete_is_never_read():
     assert not transformed.quickly(compressed)(arrays["value"])[:, :7].any()
 
 
+def test_the_queries_of_a_longer_context_are_its_newest():
+    arrays, options = make("selected, multi-query", np.float32)
+    whole = quick(arrays, options)
+    newest = {name: x[:, -21:] if name == "query" or name in GATES else x for name, x in arrays.items()}
+    np.testing.assert_allclose(quick(newest, options), whole[:, -21:], rtol=1e-5, atol=1e-6)
+
+
+def test_blocks_that_are_not_complete_and_free_slots_may_hold_anything():
+    """Of caches: a decode step reads none of them."""
+    for name in ("decode", "one request", "pages"):
+        arrays, options = make(name, np.float32)
+        want, dirty = quick(arrays, options), {name: x.copy() for name, x in arrays.items()}
+        for b, length in enumerate(options["kv_lens"]):
+            for x, tokens in [("key", 1), ("value", 1), *((f"compressed_{n}", 0) for n in ("key", "value"))]:
+                first = length if tokens else length // options["block_size"]
+                for j in range(first, dirty[x].shape[1] * (4 if name == "pages" else 1)):
+                    size = dirty[x].shape[1]
+                    page = options["block_tables"][b, j // size] if name == "pages" else b
+                    if 0 <= page < len(dirty[x]):
+                        dirty[x][page, j % size] = np.nan
+        np.testing.assert_array_equal(quick(dirty, options), want)
+
+
 def test_explain_and_the_kernel_object_take_the_call():
     arrays, options = make("given", np.float32)
     given = {"block_counts": 16, **arrays, **options}
@@ -231,14 +378,18 @@ def test_explain_and_the_kernel_object_take_the_call():
 
 
 X, K, G, LISTED = jnp.ones((2, 8, 4, 3)), jnp.ones((2, 8, 2, 3)), jnp.ones((2, 8, 4)), jnp.zeros((2, 8, 2, 2), int)
-NONE = (None, None)
+NONE, CUT = (None, None), jnp.array([0, 4, 8])
+
+
+def compressed(x):
+    return {"compressed_key": x, "compressed_value": x}
 
 
 @pytest.mark.parametrize(
     ("arguments", "options", "says"),
     [
-        ((X, K[:, :4], K), {}, r"key: got shape \(2, 4, 2, 3\), wants \[B=2, T=8, Hk, D=3\]"),
-        ((X, K, K[..., :1, :]), {}, r"value: got shape \(2, 8, 1, 3\), wants \[B=2, T=8, Hk=2, V\]"),
+        ((X, K[:1], K), {}, r"key: got shape \(1, 8, 2, 3\), wants \[B=2, S, Hk, D=3\]"),
+        ((X, K, K[..., :1, :]), {}, r"value: got shape \(2, 8, 1, 3\), wants \[B=2, S=8, Hk=2, V\]"),
         ((X[:, :, :3], K, K), {}, "key: got shape .* with 2 heads, wants a divisor of query's 3"),
         ((X, K, K.astype(jnp.bfloat16)), {}, "value: got dtype bfloat16, wants query's float32"),
         ((X, K, K), {}, "block_indices: got None with g_cmp None"),
@@ -248,7 +399,7 @@ NONE = (None, None)
         (
             (X, K, K, *NONE, LISTED.swapaxes(1, 2)),
             {},
-            r"block_indices: got shape \(2, 2, 8, 2\), wants \[B=2, T=8, Hk=2, S\]",
+            r"block_indices: got shape \(2, 2, 8, 2\), wants \[B=2, T=8, Hk=2, K\]",
         ),
         ((X, K, K, *NONE, LISTED * 0.5), {}, "block_indices: got dtype float32"),
         (
@@ -261,6 +412,30 @@ NONE = (None, None)
         ((X, K, K, G, None, None, 1, jnp.array([0, 8])), {}, r"cu_seqlens: got shape \(2,\), wants \[B\+1=3\]"),
         ((X[:1], K[:1], K[:1], G[:1], None, None, 1, jnp.array([0, 9])), {}, r"cu_seqlens: got \[0, 9\], wants"),
         ((X[:1], K[:1], K[:1], G[:1], None, None, 1, jnp.array([0])), {}, r"cu_seqlens: got shape \(1,\)"),
+        (
+            (X, K[:, :4], K[:, :4], G, None, None, 1, CUT),
+            {},
+            "cu_seqlens_k: got None with 8 queries and 4 keys, wants lengths",
+        ),
+        ((X, K, K, G), {"cu_seqlens_k": CUT}, "cu_seqlens_k: got an array with cu_seqlens None, wants both or"),
+        (
+            (X, K, K, G, None, None, 1, CUT),
+            {"cu_seqlens_k": CUT, "kv_lens": CUT[:2]},
+            "cu_seqlens_k: got an array with kv_lens or block_tables, wants None",
+        ),
+        ((X, K, K, G), {"kv_lens": CUT}, r"kv_lens: got shape \(3,\), wants \[B=2\]"),
+        ((X, K, K, G), {"block_tables": CUT}, r"block_tables: got shape \(3,\), wants \[B=2, N\]"),
+        ((X, K, K, G), {"compressed_key": K[:, :1]}, "compressed_key: got an array with compressed_value None"),
+        (
+            (X, K, K, G),
+            {"block_size": 4, **compressed(K)},
+            r"compressed_key: got shape .*, wants \[B=2, M=2, Hk=2, D=3\]",
+        ),
+        (
+            (X, K, K, G),
+            {"block_size": 3, "block_tables": CUT[None, :2].repeat(2, 0), **compressed(K)},
+            "block_size: got 3 with compressed_key and pages of 8 tokens, wants a divisor",
+        ),
         ((X, K, K, G), {"block_size": 0}, "block_size: got int 0"),
         ((X, K, K, G), {"window_size": 0.5}, "window_size: got float 0.5"),
     ],

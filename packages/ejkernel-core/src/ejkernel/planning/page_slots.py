@@ -22,3 +22,28 @@ def slots_of_tokens(token: jax.Array, request: jax.Array, block_tables: jax.Arra
     has_entry = (token >= 0) & (token // size < entries)
     page = clamp_to_int32(block_tables)[request, jnp.where(has_entry, token // size, 0)]
     return jnp.where(has_entry & (page >= 0) & (page < count), page * size + token % size, -1)
+
+
+def rows_of_pages(pages: jax.Array, block_tables: jax.Array) -> jax.Array:
+    """Returns the slots of each request's pages in the order of its table, 0 in those of entries that are no page.
+
+    Args:
+        pages: [P, S, ...].
+        block_tables: [B, N] int.
+
+    Returns:
+        [B, N * S, ...].
+    """
+    (requests, entries), (count, size, *rest) = block_tables.shape, pages.shape
+    if not count:
+        return jnp.zeros((requests, entries * size, *rest), pages.dtype)
+    table, present = clamp_to_int32(block_tables), has_page(block_tables, count)
+    rows = pages[jnp.where(present, table, 0)]
+    rows = jnp.where(present.reshape(requests, entries, *(1,) * (rows.ndim - 2)), rows, 0)
+    return rows.reshape(requests, entries * size, *rest)
+
+
+def has_page(block_tables: jax.Array, count: int) -> jax.Array:
+    """Returns which entries of tables are one of `count` pages, bool in the shape of the tables."""
+    table = clamp_to_int32(block_tables)
+    return (table >= 0) & (table < count)

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.selected_attention import BranchResiduals, SelectedAttention
+from ejkernel.families.selected_attention import BranchResiduals, SelectedAttention, token_lists
 from ejkernel.families.selected_attention import branches as selected_branches
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.selected_attention.config import SelectedTiles
-from ejkernel_xla.selected_attention.forward import DENSE_KERNEL
+from ejkernel_xla.selected_attention.forward import DENSE_KERNEL, TOKEN_LIST_KERNEL
 from ejkernel_xla.selected_attention.kernels.lists import (
     Operands,
     SelectedPlan,
@@ -39,6 +39,7 @@ from ejkernel_xla.selected_attention.kernels.scores import (
     keys_of_block,
     queries_of_step,
 )
+from ejkernel_xla.selected_attention.plan import reads_token_lists
 from ejkernel_xla.tiled_attention import plan as blocks
 from ejkernel_xla.tiled_attention.forward import finite
 
@@ -55,6 +56,9 @@ def backward(pullback: Pullback, config: SelectedTiles) -> Gradients:
     Returns:
         Each requested gradient, in its field's shape and dtype.
     """
+
+    if reads_token_lists(pullback.record):
+        return token_lists.backward(pullback, TOKEN_LIST_KERNEL, DENSE_KERNEL)
 
     def selected(
         record: SelectedAttention, branch: BranchResiduals, cotangent: jax.Array, grad_fields: frozenset[str]

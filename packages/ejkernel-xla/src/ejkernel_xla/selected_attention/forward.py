@@ -6,10 +6,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.selected_attention import BranchResiduals, SelectedAttention, SelectedResiduals, select
+from ejkernel.families.selected_attention import (
+    BranchResiduals,
+    SelectedAttention,
+    SelectedResiduals,
+    select,
+    token_lists,
+)
 from ejkernel.families.selected_attention import branches as selected_branches
 from ejkernel.families.selected_attention.branches import DenseKernel
+from ejkernel.families.selected_attention.token_lists import TokenListKernel
 from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.families.token_sparse_attention import TokenSparseAttention
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.selected_attention.config import SelectedTiles
 from ejkernel_xla.selected_attention.kernels.lists import (
@@ -29,11 +37,15 @@ from ejkernel_xla.selected_attention.kernels.scores import (
     keys_of_block,
     queries_of_step,
 )
+from ejkernel_xla.selected_attention.plan import reads_token_lists
 from ejkernel_xla.tiled_attention import backward as tiled_backward
 from ejkernel_xla.tiled_attention import config as tiled_tiles
 from ejkernel_xla.tiled_attention import forward as tiled_forward
 from ejkernel_xla.tiled_attention import plan as blocks
 from ejkernel_xla.tiled_attention.forward import finite
+from ejkernel_xla.token_sparse_attention import backward as list_backward
+from ejkernel_xla.token_sparse_attention import config as list_tiles
+from ejkernel_xla.token_sparse_attention import forward as list_forward
 
 
 def forward(record: SelectedAttention, config: SelectedTiles) -> tuple[jax.Array, SelectedResiduals]:
@@ -46,6 +58,8 @@ def forward(record: SelectedAttention, config: SelectedTiles) -> tuple[jax.Array
     Returns:
         [B, T, H, Dv] in the query's dtype, and the residuals for the backward pass.
     """
+    if reads_token_lists(record):
+        return token_lists.forward(record, TOKEN_LIST_KERNEL, DENSE_KERNEL)
     return selected_branches.forward(
         record, lambda listed: _selected_branch(listed, config), _select_blocks, DENSE_KERNEL
     )
@@ -67,6 +81,18 @@ def _dense_backward(pullback: Pullback) -> dict[str, jax.Array]:
 
 DENSE_KERNEL = DenseKernel(_dense_forward, _dense_backward)
 """The branches that are tiled attention."""
+
+
+def _forward_of_lists(record: TokenSparseAttention) -> Any:
+    return list_forward.forward(record, list_tiles.heuristic(record, None, "forward"))
+
+
+def _backward_of_lists(pullback: Pullback) -> dict[str, jax.Array]:
+    return list_backward.backward(pullback, list_tiles.heuristic(pullback.record, None, "backward"))
+
+
+TOKEN_LIST_KERNEL = TokenListKernel(_forward_of_lists, _backward_of_lists)
+"""The selected branch and the window of calls that read lists of tokens."""
 
 
 class OnlineSoftmax(NamedTuple):

@@ -17,6 +17,7 @@ from ejkernel.families.selected_attention.record import (
     block_positions,
     blocks_per_query,
     compressed,
+    num_keys,
     num_listable_blocks,
     query_positions,
     select,
@@ -26,7 +27,7 @@ from ejkernel.families.selected_attention.record import (
 )
 from ejkernel.families.selected_attention.reference import reference
 from ejkernel.families.tiled_attention.isolation import has_segments
-from ejkernel.planning.requests import segment_owners
+from ejkernel.planning.requests import PADDING, UNUSED, claim_entries, segment_owners
 
 __all__ = [
     "FAMILY",
@@ -35,9 +36,11 @@ __all__ = [
     "SelectedAttention",
     "SelectedResiduals",
     "apply_shard_offsets",
+    "axes",
     "block_positions",
     "blocks_per_query",
     "compressed",
+    "num_keys",
     "num_listable_blocks",
     "query_positions",
     "reference",
@@ -59,8 +62,10 @@ def apply_shard_offsets(record: SelectedAttention, offsets: Mapping[str, jax.Arr
 
 def requests(record: SelectedAttention) -> tuple[dict[str, Any], ...]:
     """Returns the owners of a record's entries: the segments of rows, those of compressed keys among
-    them, or the rows.
+    them, or the rows. Of pages, the rows whose tables have them.
     """
+    if record.block_tables is not None:
+        return (_page_owners(record),)
     ids = [np.asarray(x) for x in (record.q_segment_ids, record.kv_segment_ids) if x is not None]
     if not ids:
         return ({"b": np.arange(record.query.shape[0])},)
@@ -71,29 +76,49 @@ def requests(record: SelectedAttention) -> tuple[dict[str, Any], ...]:
     return (dict(zip(("b t", "b s", "b m"), parts, strict=False)),)
 
 
+def _page_owners(record: SelectedAttention) -> dict[str, Any]:
+    """Returns the row that owns each query, compressed key and slot of a page."""
+    tables, (pages, size) = np.asarray(record.block_tables), record.key.shape[:2]
+    owners = np.full((pages, size), UNUSED)
+    for row, entry in zip(*np.nonzero((tables >= 0) & (tables < pages)), strict=True):
+        claim_entries(owners, tables[row, entry], row)
+    rows = np.arange(tables.shape[0])
+    ids = {"b t": record.q_segment_ids, "b m": record.compressed_segment_ids}
+    placed = {axes: np.where(np.asarray(x) >= 0, rows[:, None], PADDING) for axes, x in ids.items() if x is not None}
+    return {"b": rows, "p s": owners, **placed}
+
+
+def axes(record: SelectedAttention) -> Mapping[str, Any]:
+    """Returns axis letters of a record's fields and of its output. Pages are not those of a batch row."""
+    row = "b" if record.block_tables is None else "p"
+    return AXES | {"key": f"{row} s g d", "value": f"{row} s g v"}
+
+
+AXES = {
+    "query": "b t h d",
+    "block_indices": "b t g k",
+    "block_starts": "m",
+    "compressed_key": "b m g d",
+    "compressed_value": "b m g v",
+    "compressed_segment_ids": "b m",
+    "q_segment_ids": "b t",
+    "kv_segment_ids": "b s",
+    "q_positions": "b t",
+    "g_slc": "b t h",
+    "g_cmp": "b t h",
+    "g_swa": "b t h",
+    "block_tables": "b n",
+    "output": "b t h v",
+}
+"""Axis letters of all fields but those that may be pages."""
+
 FAMILY = Family(
     name="selected_attention",
     record=SelectedAttention,
     differentiable=("query", "key", "value", "compressed_key", "compressed_value", "g_slc", "g_cmp", "g_swa"),
     dtype=lambda record: record.query.dtype,
     head_dims=lambda record: (record.query.shape[-1], record.value.shape[-1]),
-    axes={
-        "query": "b t h d",
-        "key": "b s g d",
-        "value": "b s g v",
-        "block_indices": "b t g k",
-        "block_starts": "m",
-        "compressed_key": "b m g d",
-        "compressed_value": "b m g v",
-        "compressed_segment_ids": "b m",
-        "q_segment_ids": "b t",
-        "kv_segment_ids": "b s",
-        "q_positions": "b t",
-        "g_slc": "b t h",
-        "g_cmp": "b t h",
-        "g_swa": "b t h",
-        "output": "b t h v",
-    },
+    axes=axes,
     shardable="bthg",
     aligned=(("h", "g"),),
     apply_shard_offsets=apply_shard_offsets,

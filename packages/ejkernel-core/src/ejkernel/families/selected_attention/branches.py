@@ -95,6 +95,29 @@ def backward(
     record, grad_fields = with_zeroed_padding(pullback.record), pullback.grad_fields
     if record.block_indices is None:
         record = dataclasses.replace(record, block_indices=pullback.residuals.block_indices)
+
+    def differentiate(name: str, branch: BranchResiduals, cotangent: jax.Array) -> Gradients:
+        if name != "selected":
+            return dense_branch_gradients(record, name, branch, cotangent, grad_fields, dense_kernel)
+        shared = grad_fields & SHARED_FIELDS
+        return differentiate_selected_branch(record, branch, cotangent, shared) if shared else {}
+
+    return sum_branch_gradients(pullback, record, differentiate)
+
+
+def sum_branch_gradients(
+    pullback: Pullback,
+    record: SelectedAttention,
+    differentiate: Callable[[str, BranchResiduals, jax.Array], Gradients],
+) -> Gradients:
+    """Returns gradients of the requested fields: those of gates, and the sums of those of the branches.
+
+    Args:
+        pullback: Residuals, the output's cotangent, and the requested names.
+        record: Its record, with zeros in the padding of queries and gates.
+        differentiate: (name of a branch, its residuals, its own cotangent) -> gradients of its arrays.
+    """
+    grad_fields = pullback.grad_fields
     wide = jnp.promote_types(record.query.dtype, jnp.float32)
     cotangent = zero_padding(pullback.cotangent, record.q_segment_ids).astype(wide)
     grads: Gradients = {}
@@ -116,18 +139,11 @@ def backward(
         if record.q_segment_ids is not None:  # the product may overflow its dtype
             gated_cotangent, lse = mark_nonfinite_rows_in_lse(gated_cotangent, branch.lse)
             branch = dataclasses.replace(branch, lse=lse)
-        if name != "selected":
-            add_branch_gradients(
-                _dense_branch_gradients(record, name, branch, gated_cotangent, grad_fields, dense_kernel)
-            )
-        elif grad_fields & SHARED_FIELDS:
-            add_branch_gradients(
-                differentiate_selected_branch(record, branch, gated_cotangent, grad_fields & SHARED_FIELDS)
-            )
+        add_branch_gradients(differentiate(name, branch, gated_cotangent))
     return {name: grads[name].astype(getattr(record, name).dtype) for name in sorted(grad_fields)}
 
 
-def _dense_branch_gradients(
+def dense_branch_gradients(
     record: SelectedAttention,
     name: str,
     branch: BranchResiduals,
@@ -156,9 +172,15 @@ def with_zeroed_padding(record: SelectedAttention) -> SelectedAttention:
     """Returns the record with zeros in the padding of what the selected branch and the gates multiply."""
     if record.q_segment_ids is None or record.kv_segment_ids is None:
         return record
-    rows = {"query": record.q_segment_ids, "key": record.kv_segment_ids, "value": record.kv_segment_ids}
-    rows |= {gate: record.q_segment_ids for gate in GATE_FIELD_BY_BRANCH.values() if getattr(record, gate) is not None}
-    return dataclasses.replace(record, **{name: zero_padding(getattr(record, name), ids) for name, ids in rows.items()})
+    keys = {name: zero_padding(getattr(record, name), record.kv_segment_ids) for name in ("key", "value")}
+    return dataclasses.replace(with_zeroed_query_padding(record), **keys)
+
+
+def with_zeroed_query_padding(record: SelectedAttention) -> SelectedAttention:
+    """Returns the record with zeros in the padding of queries and gates."""
+    names = [gate for gate in GATE_FIELD_BY_BRANCH.values() if getattr(record, gate) is not None]
+    padded = {name: zero_padding(getattr(record, name), record.q_segment_ids) for name in ("query", *names)}
+    return dataclasses.replace(record, **padded)
 
 
 def zero_padding(x: jax.Array, ids: jax.Array | None) -> jax.Array:

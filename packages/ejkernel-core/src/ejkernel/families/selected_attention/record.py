@@ -1,5 +1,6 @@
 """Defines the argument record of selected attention, and functions of the record alone."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.selected_attention import block_selection
 from ejkernel.families.selected_attention.block_selection import BlockPositions
 from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.planning.page_slots import has_page, rows_of_pages
 from ejkernel.types.arguments import arguments, static
 
 
@@ -19,8 +21,8 @@ class SelectedAttention:
 
     Attributes:
         query: [B, T, H, D] floating.
-        key: [B, S, Hk, D], same dtype as query.
-        value: [B, S, Hk, Dv], same dtype as query.
+        key: [B, S, Hk, D], same dtype as query. With block_tables [P, S, Hk, D], pages of S slots.
+        value: [B, S, Hk, Dv], same dtype as query, or [P, S, Hk, Dv].
         block_indices: [B, T, Hk, N] int32, the blocks that a query reads; -1 is none. No row lists a block twice. None
             where they are selected, which takes the compressed branch.
         softmax_scale: Factor on the raw scores.
@@ -32,13 +34,16 @@ class SelectedAttention:
         compressed_key: [B, M, Hk, D], same dtype as query; with compressed_value: the compressed branch.
         compressed_value: [B, M, Hk, Dv], as above.
         compressed_segment_ids: [B, M] int32, of the compressed keys.
-        q_segment_ids: [B, T] int32; with kv_segment_ids: equal ids >= 0 attend, < 0 is padding.
-        kv_segment_ids: [B, S] int32.
+        q_segment_ids: [B, T] int32; with kv_segment_ids: equal ids >= 0 attend, < 0 is padding. With block_tables all
+            keys of a row have id 0.
+        kv_segment_ids: [B, S] int32; None with block_tables.
         q_positions: [B|1, T] int32, index of each query's own key; None where it is the query's index.
         g_slc: [B, T, H] floating, gate of the selected branch.
         g_cmp: [B, T, H] floating, gate of the compressed branch.
         g_swa: [B, T, H] floating, gate of the window.
         window_size: Keys of the window; None leaves that branch out.
+        block_tables: [B, N] int, the pages of each row's keys, key s in page `s // S`. No query attends to keys of an
+            entry that is no page. Compressed keys are rows also with it.
     """
 
     query: jax.Array
@@ -59,6 +64,7 @@ class SelectedAttention:
     g_cmp: jax.Array | None = None
     g_swa: jax.Array | None = None
     window_size: int | None = static(None)
+    block_tables: jax.Array | None = None
 
 
 @arguments
@@ -95,13 +101,19 @@ GATE_FIELD_BY_BRANCH = {"selected": "g_slc", "compressed": "g_cmp", "window": "g
 """The field that gates each branch."""
 
 
+def num_keys(record: SelectedAttention) -> int:
+    """Returns the keys of a row, those of absent pages among them."""
+    size = record.key.shape[1]
+    return size if record.block_tables is None else record.block_tables.shape[1] * size
+
+
 def num_listable_blocks(record: SelectedAttention) -> int:
     """Returns how many blocks there are to list."""
     if record.block_starts is not None:
         return record.block_starts.shape[0]
     if record.compressed_key is not None:
         return record.compressed_key.shape[1]
-    return cdiv(record.key.shape[1], record.block_size)
+    return cdiv(num_keys(record), record.block_size)
 
 
 def blocks_per_query(record: SelectedAttention) -> int:
@@ -182,6 +194,21 @@ def as_tiled_attention(record: SelectedAttention, **fields: Any) -> TiledAttenti
         "kv_segment_ids": record.kv_segment_ids,
     }
     return TiledAttention(**{**shared, **fields})
+
+
+def with_keys_in_rows(record: SelectedAttention) -> SelectedAttention:
+    """Returns the same call over a copy of the keys of its pages."""
+    if record.block_tables is None:
+        return record
+    pages, size = record.key.shape[:2]
+    present = jnp.repeat(has_page(record.block_tables, pages), size, axis=1)
+    return dataclasses.replace(
+        record,
+        key=rows_of_pages(record.key, record.block_tables),
+        value=rows_of_pages(record.value, record.block_tables),
+        kv_segment_ids=jnp.where(present, 0, -1),
+        block_tables=None,
+    )
 
 
 def sum_of_gated_branches(record: SelectedAttention, branches: Mapping[str, BranchResiduals]) -> jax.Array:

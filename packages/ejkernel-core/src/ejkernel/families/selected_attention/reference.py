@@ -14,6 +14,8 @@ Without `block_indices`, the blocks of a query are its own and those before it t
 summed over the query heads of a KV head; of two that weigh the same the later. Without that branch nothing weighs
 anything, and only its own is left. What is selected has no gradient.
 
+With `block_tables`, the keys of each row are in pages.
+
 Source: native sparse attention, Yuan et al. 2025, arXiv:2502.11089.
 """
 
@@ -32,6 +34,7 @@ from ejkernel.families.selected_attention.record import (
     starts,
     sum_of_gated_branches,
     window,
+    with_keys_in_rows,
 )
 from ejkernel.families.tiled_attention import TiledAttention
 
@@ -40,6 +43,7 @@ def reference(record: SelectedAttention) -> tuple[jax.Array, SelectedResiduals]:
     """Computes the result of the family in plain jnp, with a mask of every query and key; in float64 if `query` is
     float64, else in float32.
     """
+    record = with_keys_in_rows(record)
     indices = select(record)
     records: dict[str, TiledAttention | None] = {
         "selected": _selected_branch_as_masked(record, indices),

@@ -16,6 +16,7 @@ from ejkernel.modules.operations.shared.dense_arguments import check_cum_seqlens
 from ejkernel.modules.operations.shared.key_ranges import key_ranges
 from ejkernel.modules.operations.shared.latent_inputs import set_canonical_values
 from ejkernel.modules.operations.shared.listed_keys import check_request_pages, request_length_conditions
+from ejkernel.modules.operations.shared.packed_key_blocks import PackedKeyBlocks, lay_out_packed_keys
 from ejkernel.modules.operations.shared.shapes import (
     as_count,
     as_flag,
@@ -81,7 +82,8 @@ def lightning_indexer(
     count the tokens of that request. Tiles of keys are read from the pages, which are not copied.
 
     With `block_size` above 1, blocks are selected: block m has the keys from `m * block_size` on, its score is the
-    largest of those that the query may select, and indices and `top_k` count blocks.
+    largest of those that the query may select, and indices and `top_k` count blocks. Blocks of packed sequences start
+    over with every sequence, and are numbered from 0 in each, as `native_sparse_attention` reads them.
 
     Over devices, batch and the queries' tokens can be split.
 
@@ -110,7 +112,7 @@ def lightning_indexer(
             (bottom-right), so that the queries may be the newest tokens of a longer context.
         sliding_window: `w >= 1`, meaning `(w, w)`, or `(left, right)`: keys from `q - left` to `q + right`, inclusive,
             by these positions; None on a side leaves it open.
-        block_size: Keys per block; not with several packed sequences in one row.
+        block_size: Keys per block.
         local_blocks: How many blocks are always selected: those of the last keys that a query may select. They come
             first, the latest first, with score inf; fewer than top_k. Those without a key on a page are left out.
         rectify: False leaves out the `max(0, ...)`, as MiniMax-M3 does.
@@ -118,8 +120,8 @@ def lightning_indexer(
     Returns:
         Two arrays [B, T, K], by descending score:
 
-        - indices, int32: indices into axis S of key, also for packed sequences, or tokens of a request, or blocks; -1
-          where a query has fewer keys;
+        - indices, int32: indices into axis S of key, also for packed sequences, or tokens of a request, or blocks of
+          the query's own sequence; -1 where a query has fewer keys;
         - scores, float32 (float64 for float64): -inf where there is no key. Differentiable in query, key and weights;
           what is selected has no gradient.
 
@@ -183,7 +185,8 @@ def validate(args: LightningIndexerArguments) -> None:
         check_dtype("q_positions", args.q_positions, jnp.integer, "an integer dtype")
     check_request_pages(args.block_tables, args.kv_lens, args.key, sizes)
     _check_lengths(args, sizes)
-    _check_blocks(args, sizes)
+    if args.local_blocks >= args.top_k:
+        raise ValueError(f"local_blocks: got {args.local_blocks}, wants less than top_k={args.top_k}")
 
 
 def _check_key_scales(args: LightningIndexerArguments, axes: str, sizes: dict[str, int]) -> None:
@@ -208,18 +211,6 @@ def _check_lengths(args: LightningIndexerArguments, sizes: dict[str, int]) -> No
         check_dtype("cum_seqlens_q", args.cum_seqlens_q, jnp.integer, "an integer dtype")
 
 
-def _check_blocks(args: LightningIndexerArguments, sizes: dict[str, int]) -> None:
-    """Raises ValueError for blocks of several sequences in one row, and for more local blocks than selected ones."""
-    lengths = args.cum_seqlens_q
-    if args.block_size > 1 and lengths is not None and sizes["B"] == 1 and lengths.shape[0] > 2:
-        raise ValueError(
-            f"block_size: got {args.block_size} with {lengths.shape[0] - 1} packed sequences in one row, wants 1, or "
-            "one sequence per row"
-        )
-    if args.local_blocks >= args.top_k:
-        raise ValueError(f"local_blocks: got {args.local_blocks}, wants less than top_k={args.top_k}")
-
-
 def conditions(args: LightningIndexerArguments) -> Iterable[Condition]:
     """Yields the conditions that cumulative lengths fit the arrays."""
     for name, array in _cumulative_length_arguments(args):
@@ -230,10 +221,12 @@ def conditions(args: LightningIndexerArguments) -> Iterable[Condition]:
 
 def lower(args: LightningIndexerArguments) -> family.LightningIndexer:
     """Returns the record of a call: the range of keys that each query may select."""
-    starts, ends = _selectable_keys(args)
+    (starts, ends), layout = _selectable_keys(args), _packed_key_blocks(args)
     if args.local_blocks:
         ends = jnp.minimum(ends, _local_blocks(args, ends)[..., -1] * args.block_size)
     key, scales = args.key, args.key_scales
+    if layout is not None:
+        key, scales = layout.lay_out(key), None if scales is None else layout.lay_out(scales)
     if key.dtype in KEY_DTYPES_OF_8_BITS:
         key, scales = lax.stop_gradient((key, scales))
     return family.LightningIndexer(
@@ -252,25 +245,43 @@ def lower(args: LightningIndexerArguments) -> family.LightningIndexer:
     )
 
 
+def _packed_key_blocks(args: LightningIndexerArguments) -> PackedKeyBlocks | None:
+    """Returns where the keys of packed sequences lie in blocks; None where blocks are those of the row."""
+    (batch, queries, _, _), lengths = args.query.shape, _cumulative_lengths(args)
+    if args.block_size == 1 or batch > 1 or lengths is None or lengths[0].shape[0] <= 2 or not args.key.shape[1]:
+        return None
+    return lay_out_packed_keys(args.block_size, (batch, queries, args.key.shape[1]), lengths)
+
+
+def _cumulative_lengths(args: LightningIndexerArguments) -> tuple[jax.Array, jax.Array] | None:
+    """Returns the cumulative lengths of queries and keys that a call has."""
+    if args.cum_seqlens_q is None:
+        return None
+    return args.cum_seqlens_q, args.cum_seqlens_q if args.cum_seqlens_k is None else args.cum_seqlens_k
+
+
 def _selectable_keys(args: LightningIndexerArguments) -> tuple[jax.Array, jax.Array]:
-    """Returns the first key that each query may select and the key after the last one, [B|1, T] int32."""
-    (batch, queries, _, _), keys = args.query.shape, args.key.shape[1]
-    lengths = None
-    if args.cum_seqlens_q is not None:
-        lengths = args.cum_seqlens_q, args.cum_seqlens_q if args.cum_seqlens_k is None else args.cum_seqlens_k
+    """Returns the first key that each query may select and the key after the last one, [B|1, T] int32, of the keys as
+    the record has them.
+    """
+    (batch, queries, _, _), keys, lengths = args.query.shape, args.key.shape[1], _cumulative_lengths(args)
     if args.block_tables is not None:
         keys = args.block_tables.shape[1] * keys
         q_lengths = jnp.arange(batch + 1) * queries if lengths is None else lengths[0]
         kv_lens = jnp.full(batch, keys) if args.kv_lens is None else jnp.clip(clamp_to_int32(args.kv_lens), 0, keys)
         lengths = q_lengths, jnp.pad(jnp.cumsum(kv_lens), (1, 0))
     positions = None if args.q_positions is None else clamp_positions(args.q_positions)
-    return key_ranges(
+    starts, ends = key_ranges(
         (batch, queries, keys),
         lengths,
         causal=args.causal,
         sliding_window=args.sliding_window,
         q_positions=positions,
     )
+    if (layout := _packed_key_blocks(args)) is None:
+        return starts, ends
+    has_keys = starts < ends
+    return jnp.where(has_keys, starts + layout.offsets, 0), jnp.where(has_keys, ends + layout.offsets, 0)
 
 
 def _local_blocks(args: LightningIndexerArguments, ends: jax.Array) -> jax.Array:
@@ -281,10 +292,17 @@ def _local_blocks(args: LightningIndexerArguments, ends: jax.Array) -> jax.Array
 
 
 def finish(args: LightningIndexerArguments, result: family.TopKeyIndicesAndScores) -> family.TopKeyIndicesAndScores:
+    """Returns indices and scores with those of the local blocks in front; blocks are numbered in their sequences."""
+    indices, scores = result if not args.local_blocks else _with_local_blocks(args, *result)
+    if (layout := _packed_key_blocks(args)) is not None:
+        indices = jnp.where(indices >= 0, indices - layout.first_blocks[..., None], -1)
+    return indices, scores
+
+
+def _with_local_blocks(
+    args: LightningIndexerArguments, indices: jax.Array, scores: jax.Array
+) -> family.TopKeyIndicesAndScores:
     """Returns indices and scores with those of the local blocks in front."""
-    if not args.local_blocks:
-        return result
-    indices, scores = result
     blocks = jnp.broadcast_to(_selectable_local_blocks(args), (*indices.shape[:2], args.local_blocks))
     local_scores = jnp.where(blocks >= 0, jnp.inf, -jnp.inf).astype(scores.dtype)
     indices, scores = jnp.concatenate([blocks, indices], axis=2), jnp.concatenate([local_scores, scores], axis=2)

@@ -40,6 +40,6 @@ def _refusal_reasons(record: Any) -> Iterable[str]:
 
 def implementations() -> tuple[Implementation, ...]:
     """Returns the implementation."""
-    handles = optional_fields(FAMILY.record).keys() - {"block_indices"}
+    handles = optional_fields(FAMILY.record).keys() - {"block_indices", "block_tables"}
     requires = tpu_requires(supported_fields=handles, refusal_reasons=_refusal_reasons, head_dims=range(1, 257))
     return (make_mosaic_tpu_implementation(FAMILY, ConfigSpace.of(config, forward=config.TpuSelected), requires),)

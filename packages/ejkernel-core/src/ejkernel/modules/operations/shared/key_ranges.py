@@ -1,6 +1,6 @@
 """The range of keys that each query may select: causality, windows, packed sequences and padding in one form."""
 
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,10 +34,10 @@ def key_ranges(
     if cum_seqlens is None:
         position = jnp.arange(queries, dtype=jnp.int32)[None] + (keys - queries) if q_positions is None else q_positions
         return _key_ranges_at_positions(position, jnp.int32(0), jnp.int32(keys), causal, sliding_window)
-    position, first, length, is_token = _sequence_of_each_query(sizes, cum_seqlens)
-    position = position if q_positions is None else q_positions
-    starts, ends = _key_ranges_at_positions(position, first, length, causal, sliding_window)
-    return jnp.where(is_token, starts, 0), jnp.where(is_token, ends, 0)
+    sequences = find_sequences_of_queries(sizes, cum_seqlens)
+    position = sequences.positions if q_positions is None else q_positions
+    starts, ends = _key_ranges_at_positions(position, sequences.first_keys, sequences.num_keys, causal, sliding_window)
+    return jnp.where(sequences.ids >= 0, starts, 0), jnp.where(sequences.ids >= 0, ends, 0)
 
 
 def _key_ranges_at_positions(
@@ -54,20 +54,42 @@ def _key_ranges_at_positions(
     return first_key + start, first_key + jnp.maximum(end, start)
 
 
-def _sequence_of_each_query(sizes: tuple[int, int, int], cum_seqlens: tuple[jax.Array, jax.Array]) -> Any:
-    """Returns the position of every query among the keys of its sequence, that sequence's first key and number of keys,
-    and whether the query is a token of a sequence.
+class SequencesOfQueries(NamedTuple):
+    """The sequence of every query. B rows, T queries.
+
+    Attributes:
+        ids: [B, T] int32, that sequence; -1 for padding.
+        positions: [B, T] int32, the query's position among the keys of its sequence: that of the last key for the last
+            query. Below 0 where there are more queries than keys.
+        first_keys: int32 that broadcasts to [B, T], the first key of the sequence.
+        num_keys: int32 that broadcasts to [B, T], how many keys it has.
+    """
+
+    ids: jax.Array
+    positions: jax.Array
+    first_keys: jax.Array
+    num_keys: jax.Array
+
+
+def find_sequences_of_queries(
+    sizes: tuple[int, int, int], cum_seqlens: tuple[jax.Array, jax.Array]
+) -> SequencesOfQueries:
+    """Returns the sequence of every query.
+
+    Args:
+        sizes: Batch rows, queries and keys.
+        cum_seqlens: Cumulative lengths of queries and keys: [N + 1] each with one row, [B + 1] with more.
     """
     batch, queries, keys = sizes
     q_lengths, k_lengths = (jnp.diff(x.astype(jnp.int32)) for x in cum_seqlens)
     if batch > 1:
         ids, index = packing.padded_ids(cum_seqlens[0], queries)
         length = jnp.minimum(k_lengths, keys)[:, None]
-        return index + length - q_lengths[:, None], jnp.int32(0), length, ids >= 0
+        return SequencesOfQueries(ids, index + length - q_lengths[:, None], jnp.int32(0), length)
     ids, index = packing.packed_ids(cum_seqlens[0], queries)
     sequence = jnp.maximum(ids, 0)
     if not q_lengths.size:
-        return index, jnp.int32(0), jnp.int32(0), ids >= 0
+        return SequencesOfQueries(ids, index, jnp.int32(0), jnp.int32(0))
     first = jnp.clip(cum_seqlens[1].astype(jnp.int32)[:-1], 0, keys)
     length = jnp.minimum(k_lengths, keys - first)
-    return index + (length - q_lengths)[sequence], first[sequence], length[sequence], ids >= 0
+    return SequencesOfQueries(ids, index + (length - q_lengths)[sequence], first[sequence], length[sequence])
