@@ -10,11 +10,11 @@ from ejkernel.families.tiled_attention.isolation import FIELDS, finite_or_zero, 
 
 def isolate_selected(record: Any) -> Any:
     """Returns a record of selected attention whose values are finite, those of compressed blocks too;
-    keys are marked.
+    keys are marked. Of pages, a query reads those of its own row alone, so they stay as they are.
     """
-    if record.q_segment_ids is None or record.kv_segment_ids is None:
+    if not _has_padding(record):
         return record
-    fields = nonfinite_values_to_keys(record.key, record.value)
+    fields = nonfinite_values_to_keys(record.key, record.value) if record.block_tables is None else {}
     if record.compressed_key is not None and record.compressed_value is not None:
         compressed = nonfinite_values_to_keys(record.compressed_key, record.compressed_value)
         fields |= {f"compressed_{name}": x for name, x in compressed.items()}
@@ -26,7 +26,7 @@ def isolate_selected_pullback(pullback: Any) -> Any:
     something else.
     """
     record, residuals = pullback.record, pullback.residuals
-    if record.q_segment_ids is None or record.kv_segment_ids is None:
+    if not _has_padding(record):
         return pullback
     branches = {name: getattr(residuals, name) for name in ("selected", "compressed", "window")}
     branches = {name: branch for name, branch in branches.items() if branch is not None}
@@ -42,7 +42,8 @@ def isolate_selected_pullback(pullback: Any) -> Any:
         )
         for name, branch in branches.items()
     }
-    names = (*FIELDS, "compressed_key", "compressed_value", "g_slc", "g_cmp", "g_swa")
+    arrays = FIELDS if record.block_tables is None else ("query",)
+    names = (*arrays, "compressed_key", "compressed_value", "g_slc", "g_cmp", "g_swa")
     fields = {name: getattr(record, name) for name in names}
     return dataclasses.replace(
         pullback,
@@ -51,3 +52,9 @@ def isolate_selected_pullback(pullback: Any) -> Any:
         output=finite_or_zero(pullback.output),
         cotangent=finite_or_zero(pullback.cotangent),
     )
+
+
+def _has_padding(record: Any) -> bool:
+    """Returns whether a record has ids of queries and of what they attend to."""
+    has_key_ids = record.kv_segment_ids is not None or record.block_tables is not None
+    return record.q_segment_ids is not None and has_key_ids
