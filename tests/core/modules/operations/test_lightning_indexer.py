@@ -217,6 +217,27 @@ def test_gradients_of_blocks_are_those_of_their_largest_keys(over_pages, inputs)
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
 
 
+def test_blocks_of_packed_sequences_are_those_of_each_alone(inputs):
+    """Their numbers, scores and gradients; with 9 and 11 queries of 21 and 23 keys, in blocks of 4."""
+    bounds = {"cum_seqlens_q": jnp.array([0, 9, 20]), "cum_seqlens_k": jnp.array([0, 21, 44])}
+    options = {"top_k": 3, "block_size": 4, "local_blocks": 1, "cfg": SMALL}
+
+    def squares(*arrays, **bounds):
+        indices, scores = lightning_indexer(*arrays, **bounds, **options)
+        return jnp.sum(jnp.where(jnp.isfinite(scores), scores, 0) ** 2), indices
+
+    def apart(query, key, weights):
+        first = squares(query[:, :9], key[:, :21], weights[:, :9])
+        last = squares(query[:, 9:], key[:, 21:], weights[:, 9:])
+        return first[0] + last[0], jnp.concatenate([first[1], last[1]], axis=1)
+
+    packed = jax.grad(lambda *arrays: squares(*arrays, **bounds), argnums=(0, 1, 2), has_aux=True)(*inputs)
+    want = jax.grad(apart, argnums=(0, 1, 2), has_aux=True)(*inputs)
+    np.testing.assert_array_equal(packed[1], want[1])
+    for x, y in zip(packed[0], want[0], strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
 def test_keys_of_8_bits_are_constants_to_differentiation():
     """Queries and weights have the gradients that keys in float32, times their scales, give them; scales have none."""
     given = arguments("pages of int8 keys")
