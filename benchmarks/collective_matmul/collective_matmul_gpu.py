@@ -4,12 +4,13 @@
     python benchmarks/collective_matmul/collective_matmul_gpu.py --sizes 4096 4096 14336
     python benchmarks/collective_matmul/collective_matmul_gpu.py --check            # no times, small, on any devices
 
-Sizes are the rows of the whole product, the model's width, and the features of one GPU. The product alone has all of
-its arrays on every GPU and sends nothing: no other side can be faster. `collective` is XLA's all-gather or
-reduce-scatter and one product, and `ring` is ours; `, peer` copies without a kernel of NCCL. JAX's
-`collective_matmul_mgpu` has the all-gather alone. All sides get the same normal bfloat16 numbers, and have to agree
-with the product alone before anything is timed. Sides are interleaved, and medians are printed. `gradients` is the
-output, and the gradients of both arrays for it: three products.
+Sizes are the rows of the whole product, the model's width, and the features of one GPU. The product alone has what
+it multiplies on every GPU and sends nothing: no other side can be faster. `collective` is XLA's all-gather or
+reduce-scatter and one product, and `ring` is ours; `, peer` copies without a kernel of NCCL. `mosaic` is our kernel of
+Mosaic GPU. JAX's `collective_matmul_mgpu` has the all-gather alone. All sides get the same normal bfloat16 numbers,
+which are others on each GPU, and have to agree with the product of the whole, in both passes, before anything is timed.
+Sides are interleaved, and medians are printed. `gradients` is the output, and the gradients of both arrays for it:
+three products.
 """
 
 import argparse
@@ -39,7 +40,7 @@ import shared.turns
 AXIS = "gpus"
 ROWS, COLUMNS_SPEC = P(AXIS), P(None, AXIS)
 TOLERANCE = 1e-2
-"""Of the relative error of bfloat16 results, in the Frobenius norm."""
+"""Of the relative error of bfloat16 results, in the Frobenius norm; rows of another device have an error above 1."""
 PEER = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
 OVERLAP = {"xla_gpu_enable_latency_hiding_scheduler": True}
 COLUMNS = ("product", "pass", "side", "median ms", "TFLOP/s a GPU", "of the product alone")
@@ -51,14 +52,14 @@ class Side:
 
     Attributes:
         call: (x, y) of the device -> output of the device.
-        is_whole: Whether the device has all rows, and all contracted elements, and sends nothing.
+        is_alone: Whether the device has what it multiplies, and sends nothing.
         options: Of XLA's compiler.
         has_gradients: Whether its gradients are timed.
         is_optional: Whether it is left out where JAX or XLA do not have it.
     """
 
     call: Callable[[jax.Array, jax.Array], jax.Array]
-    is_whole: bool = False
+    is_alone: bool = False
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     has_gradients: bool = True
     is_optional: bool = False
@@ -86,8 +87,10 @@ def sides_of(product: str, on_gpu: bool) -> dict[str, Side]:
         return Side(call, options={**OVERLAP, **options} if on_gpu else {})
 
     alone = jnp.matmul if product == "all-gather" else lambda x, y: x @ y.T
-    sides = {"product alone": Side(alone, is_whole=True), "collective": ours(overlap=False), "ring": ours(overlap=True)}
+    sides = {"product alone": Side(alone, is_alone=True), "collective": ours(overlap=False), "ring": ours(overlap=True)}
     if on_gpu:
+        kernel = functools.partial(op, axis_name=AXIS, platform="pallas")
+        sides["mosaic"] = Side(kernel, is_optional=True)
         sides["ring, peer"] = dataclasses.replace(ours(overlap=True, **PEER), is_optional=True)
     if on_gpu and product == "all-gather":
         for tile_n in (128, 256):
@@ -96,72 +99,94 @@ def sides_of(product: str, on_gpu: bool) -> dict[str, Side]:
     return sides
 
 
-def specs_of(product: str) -> tuple[tuple[P, P], P]:
-    """How the arrays, and the output, of a product are split."""
-    return ((ROWS, COLUMNS_SPEC), COLUMNS_SPEC) if product == "all-gather" else ((COLUMNS_SPEC, COLUMNS_SPEC), ROWS)
+def specs_of(product: str, is_alone: bool) -> tuple[tuple[P, P], P, tuple[P, P]]:
+    """How the arrays, the output and the gradients of a product are split.
+
+    What a device alone computes of an array that it has not alone, are the device's rows of the result here.
+    """
+    if product == "all-gather":
+        x_spec = P() if is_alone else ROWS
+        return (x_spec, COLUMNS_SPEC), COLUMNS_SPEC, (ROWS, COLUMNS_SPEC)
+    return (COLUMNS_SPEC, COLUMNS_SPEC), ROWS, (COLUMNS_SPEC, COLUMNS_SPEC)
 
 
-def arrays_of(product: str, sizes: tuple[int, int, int], mesh: Mesh, is_whole: bool) -> tuple[jax.Array, ...]:
-    """x and y; where each device has whole arrays, those of its own features."""
+def arrays_of(product: str, sizes: tuple[int, int, int], mesh: Mesh) -> dict[bool, tuple[jax.Array, ...]]:
+    """x and y of the whole product, as a device alone wants them, and as the others do."""
     rows, width, features = sizes
-    total = features if is_whole else features * mesh.size
+    total = features * mesh.size
     shapes = ((rows, width), (width, total)) if product == "all-gather" else ((rows, total), (width, total))
-    shardings = [NamedSharding(mesh, P() if is_whole else spec) for spec in specs_of(product)[0]]
+    contracted = width if product == "all-gather" else total
 
     def make() -> tuple[jax.Array, ...]:
-        # Every device has the same features, so that all sides have the same numbers.
-        keys, split_axes = jax.random.split(jax.random.key(0)), (None, 1) if product == "all-gather" else (1, 1)
-        made = []
-        for key, shape, axis in zip(keys, shapes, split_axes, strict=True):
-            part = shape if axis is None else (shape[0], features)
-            values = jax.random.normal(key, part, jnp.bfloat16) * jnp.bfloat16(part[1] ** -0.5)
-            made.append(values if part == shape else jnp.tile(values, (1, mesh.size)))
-        return tuple(made)
+        keys = jax.random.split(jax.random.key(0))
+        return tuple(
+            jax.random.normal(key, shape, jnp.bfloat16) * jnp.bfloat16(contracted**-0.25)
+            for key, shape in zip(keys, shapes, strict=True)
+        )
 
-    return jax.jit(make, out_shardings=tuple(shardings))()
+    shardings = {alone: [NamedSharding(mesh, spec) for spec in specs_of(product, alone)[0]] for alone in (True, False)}
+    return {alone: jax.jit(make, out_shardings=tuple(found))() for alone, found in shardings.items()}
+
+
+def with_gradients(
+    call: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, y: jax.Array
+) -> tuple[jax.Array, ...]:
+    """The output of a call, and the gradients of both arrays for it."""
+    output, pull = jax.vjp(call, x, y)
+    return output, *pull(output)
 
 
 def compiled(product: str, side: Side, mesh: Mesh, arrays: tuple[jax.Array, ...], gradients: bool) -> Any:
     """A side's program, of the output or of the gradients of both arrays."""
-    in_specs, out_spec = ((P(), P()), P()) if side.is_whole else specs_of(product)
-
-    def with_gradients(x: jax.Array, y: jax.Array) -> Any:
-        output, pull = jax.vjp(side.call, x, y)
-        return output, *pull(output)
-
-    call, out_specs = (with_gradients, (out_spec, *in_specs)) if gradients else (side.call, out_spec)
+    in_specs, out_spec, gradient_specs = specs_of(product, side.is_alone)
+    call = functools.partial(with_gradients, side.call) if gradients else side.call
+    out_specs = (out_spec, *gradient_specs) if gradients else out_spec
     mapped = jax.shard_map(call, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return jax.jit(mapped).lower(*arrays).compile(compiler_options=side.options)
 
 
-def relative_error(product: str, got: jax.Array, want: jax.Array, mesh: Mesh) -> float:
-    """Of a side's output against the product alone: each device has the same features, and so the same sum."""
-    repeated = jnp.tile(want, (1, mesh.size)) if product == "all-gather" else want * mesh.size
-    difference = got.astype(jnp.float32) - repeated.astype(jnp.float32)
-    return float(jnp.linalg.norm(difference) / jnp.linalg.norm(repeated.astype(jnp.float32)))
+def expected(product: str, mesh: Mesh, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """The output and the gradients of the whole product, which XLA splits over the devices as it likes."""
+    call = jnp.matmul if product == "all-gather" else lambda x, y: x @ y.T
+    _, out_spec, gradient_specs = specs_of(product, is_alone=False)
+    shardings = tuple(NamedSharding(mesh, spec) for spec in (out_spec, *gradient_specs))
+    return jax.jit(functools.partial(with_gradients, call), out_shardings=shardings)(*arrays)
+
+
+@jax.jit
+def relative_error(got: jax.Array, want: jax.Array) -> jax.Array:
+    """In the Frobenius norm."""
+    want = want.astype(jnp.float32)
+    return jnp.linalg.norm(got.astype(jnp.float32) - want) / jnp.linalg.norm(want)
+
+
+def check(product: str, which: str, name: str, results: Any, wanted: tuple[jax.Array, ...]) -> None:
+    """Prints the largest error of a side's results, and stops where it is too large."""
+    found = results if isinstance(results, tuple) else (results,)
+    error = max(float(relative_error(*pair)) for pair in zip(found, wanted[: len(found)], strict=True))
+    print(f"<!-- {product}, {which}, {name}: relative error {error:.1e} -->", flush=True)
+    assert error < TOLERANCE, name
 
 
 def measure(product: str, sizes: tuple[int, int, int], mesh: Mesh, rounds: int, on_gpu: bool) -> list[list[str]]:
     """The rows of a product's table; without rounds, checks alone."""
     sides, table = sides_of(product, on_gpu), []
-    arrays = {is_whole: arrays_of(product, sizes, mesh, is_whole) for is_whole in (True, False)}
+    arrays = arrays_of(product, sizes, mesh)
+    wanted = expected(product, mesh, arrays[False])
     for which in ("forward", "gradients"):
         programs: dict[str, Any] = {}
         for name, side in sides.items():
             if which == "gradients" and not side.has_gradients:
                 continue
             try:
-                programs[name] = compiled(product, side, mesh, arrays[side.is_whole], which == "gradients")
+                programs[name] = compiled(product, side, mesh, arrays[side.is_alone], which == "gradients")
             except (ImportError, NotImplementedError, ValueError, jax.errors.JaxRuntimeError) as error:
                 if not side.is_optional:
                     raise
                 print(f"<!-- {name} is left out: {str(error).splitlines()[0]} -->", flush=True)
-        outputs = {name: program(*arrays[sides[name].is_whole]) for name, program in programs.items()}
-        for name in list(programs)[1:] if which == "forward" else []:
-            error = relative_error(product, outputs[name], outputs["product alone"], mesh)
-            print(f"<!-- {product}, {name}: relative error {error:.1e} -->", flush=True)
-            assert error < TOLERANCE, name
-        del outputs
+        for name, program in programs.items():
+            if not sides[name].is_alone:
+                check(product, which, name, program(*arrays[False]), wanted)
         if rounds:
             table += timed_rows(product, which, sizes, programs, arrays, sides, rounds)
     return table
@@ -177,7 +202,7 @@ def timed_rows(
     rounds: int,
 ) -> list[list[str]]:
     """One row per side."""
-    runs = {name: functools.partial(program, *arrays[sides[name].is_whole]) for name, program in programs.items()}
+    runs = {name: functools.partial(program, *arrays[sides[name].is_alone]) for name, program in programs.items()}
     seconds = shared.turns.time_in_turns(runs, rounds)
     operations = 2 * sizes[0] * sizes[1] * sizes[2] * (1 if which == "forward" else 3)
     return [
