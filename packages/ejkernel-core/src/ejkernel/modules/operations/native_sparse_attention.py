@@ -188,7 +188,7 @@ def validate(args: NativeSparseAttentionArguments) -> None:
     rows = "B" if args.block_tables is None else "P"
     for name, axes in (("query", "B T H D"), ("key", f"{rows} S Hk D"), ("value", f"{rows} S Hk V")):
         check_shape(name, getattr(args, name), axes, sizes)
-        check_not_empty(name, getattr(args, name), axes, " ".join(axes.split()[1 if name == "query" else 2 :]))
+        check_not_empty(name, getattr(args, name), axes, axes[2:])
     check_dtype("query", args.query, jnp.floating, "a floating dtype")
     check_same_dtype({"query": args.query, "key": args.key, "value": args.value})
     if sizes["H"] % sizes["Hk"]:
