@@ -142,3 +142,20 @@ def trace_without_tpu() -> Generator[None]:
         finally:
             if kind not in kinds:
                 info.registry.pop(kind)
+
+
+def aval_varying_like(shape: tuple[int, ...], dtype: Any, avals: Any) -> Any:
+    """Returns an abstract array that varies over every mesh axis that one of the given ones varies over."""
+    from jax.core import ShapedArray
+
+    made: Any = ShapedArray
+    tracked = next((aval for aval in avals if _is_varying(aval)), None)
+    if tracked is None:
+        return made(shape, dtype)
+    kind = getattr(tracked, "manual_axis_type", None)
+    return made(shape, dtype, vma=tracked.vma) if kind is None else made(shape, dtype, manual_axis_type=kind)
+
+
+def _is_varying(aval: Any) -> bool:
+    kind = getattr(aval, "manual_axis_type", None)
+    return bool(getattr(aval, "vma", ()) if kind is None else kind.varying)

@@ -44,6 +44,7 @@ from ejkernel.ops.second import second_derivatives
 from ejkernel.ops.space import NO_CHOICE, ConfigSpace
 from ejkernel.ops.values import Condition, check_values
 from ejkernel.types.arguments import arguments, static
+from ejkernel.types.forward_mode import forward_mode
 from ejkernel.types.pullback import Pullback
 
 __all__ = [
@@ -96,6 +97,7 @@ __all__ = [
     "document_options",
     "explain",
     "forward_autotune_only",
+    "forward_mode",
     "get_device_platform",
     "get_invocations",
     "get_recorded",

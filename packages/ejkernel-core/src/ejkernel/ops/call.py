@@ -27,6 +27,7 @@ from ejkernel.ops.second import second_derivatives_enabled
 from ejkernel.ops.sharding import record_on_shard, run_sharded, specs_from_array_types
 from ejkernel.ops.suspicions import suspicious_argument_warnings
 from ejkernel.types.arguments import array_fields
+from ejkernel.types.forward_mode import is_forward_mode_enabled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +118,7 @@ def make_plan(op: Op, args: Any, platform: str | None, cfg: Any, chain: ConfigSe
         differentiable_twice=second_derivatives_enabled(),
         isolates_sequences=are_sequences_isolated() or is_batch_invariant(),
         batch_invariant=is_batch_invariant(),
+        forward_mode=is_forward_mode_enabled(),
     )
 
 
@@ -245,7 +247,8 @@ def _explain_jax_error(op: Op, args: Any, error: Exception) -> Exception:
     """
     if "forward-mode autodiff (jvp)" in str(error):
         return NotImplementedError(
-            f"{op.name} has no forward-mode derivative (jax.jvp, jax.jacfwd, jax.linearize): use jax.grad or jax.vjp"
+            f"{op.name} has no forward-mode derivative (jax.jvp, jax.jacfwd, jax.linearize): use jax.grad or jax.vjp, or "
+            "make the call under `ejkernel.ops.forward_mode()`"
         )
     symbolic = {name: x.shape for name, x in array_fields(args).items() if _has_symbolic_size(x)}
     if symbolic:

@@ -11,11 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from ejkernel import _compat
 from ejkernel.errors import NoImplementationError
+from ejkernel.ops.checkpoint_names import name_results
 from ejkernel.ops.config.chain import ConfigSelectorChain, Request
 from ejkernel.ops.config.policy import effective_policy
 from ejkernel.ops.device import DeviceInfo
@@ -24,6 +24,7 @@ from ejkernel.ops.model import Op
 from ejkernel.ops.pairs import choose_pair
 from ejkernel.ops.params import BaseOperationConfig, Direction
 from ejkernel.ops.second import backward_pass, forward_pass, run_refusing_derivatives
+from ejkernel.ops.tangents import call_in_forward_mode
 from ejkernel.promotion import with_standard_promotion
 from ejkernel.types.arguments import arguments, array_fields, static
 from ejkernel.types.pullback import ForwardResults, Pullback, tracing_differentiated_call
@@ -43,6 +44,7 @@ class CallPlan:
         differentiable_twice: Whether the call was made in a `second_derivatives` block.
         isolates_sequences: Whether the call was made in an `isolate_sequences` block.
         batch_invariant: Whether it was made in a `batch_invariant` block.
+        forward_mode: Whether the call was made in a `forward_mode` block.
     """
 
     op: Op
@@ -54,6 +56,7 @@ class CallPlan:
     differentiable_twice: bool = False
     isolates_sequences: bool = False
     batch_invariant: bool = False
+    forward_mode: bool = False
 
     @property
     def tunes_on_miss(self) -> bool:
@@ -146,6 +149,16 @@ class CallPlan:
         isolate = self.op.family.request_isolation if self.isolates_sequences else None
         return self._run_implementation(choice, pullback if isolate is None else isolate.pullback(pullback))
 
+    def select_gradients(self, choice: Choice, pullback: Pullback) -> dict[str, Any]:
+        """Runs the backward pass of a configured choice, and returns the requested gradients alone."""
+        gradients = self.backward(pullback, choice)
+        missing = pullback.grad_fields - set(gradients)
+        if missing:
+            raise RuntimeError(
+                f"the backward pass of {self.op.name} gave no gradient for {', '.join(sorted(missing))}"
+            )
+        return {name: gradients[name] for name in sorted(pullback.grad_fields)}
+
 
 def _check_private_residuals(choice: Choice, results: ForwardResults) -> ForwardResults:
     """Returns the results of a forward pass.
@@ -194,37 +207,11 @@ def _forward(plan: CallPlan, marked: Any) -> tuple[Any, _SavedForBackward]:
     assert forward.implementation is not None  # it has run
     # The caller gets the output that carries the name. If a layer used the unnamed one, `jax.checkpoint` would run the
     # kernel again to compute it, although its policy saves the named one.
-    results = _name_results(results)
+    results = name_results(results)
     pullback = Pullback(record=record, cotangent=None, grad_fields=grad_fields, **results._asdict())
     config = forward.config if forward.implementation.paired else None
     result = (results.output, results.residuals.lse) if plan.returns_lse else results.output
     return result, _SavedForBackward(pullback=pullback, config=config)
-
-
-OUTPUT_CHECKPOINT_NAME, LSE_CHECKPOINT_NAME, STATE_CHECKPOINT_NAME, PRIVATE_RESIDUALS_CHECKPOINT_NAME = (
-    "ejkernel_out",
-    "ejkernel_lse",
-    "ejkernel_state",
-    "ejkernel_private",
-)
-"""Names of the results of a forward pass, for the policies of `jax.checkpoint`."""
-
-
-def _name_results(results: ForwardResults) -> ForwardResults:
-    """Names the results, so that policies of `jax.checkpoint` can save them."""
-    return ForwardResults(
-        output=jax.tree.map(functools.partial(checkpoint_name, name=OUTPUT_CHECKPOINT_NAME), results.output),
-        residuals=jax.tree_util.tree_map_with_path(_name_residual, results.residuals),
-        private_residuals=jax.tree.map(
-            functools.partial(checkpoint_name, name=PRIVATE_RESIDUALS_CHECKPOINT_NAME), results.private_residuals
-        ),
-    )
-
-
-def _name_residual(path: Any, value: Any) -> Any:
-    return checkpoint_name(
-        value, LSE_CHECKPOINT_NAME if path and getattr(path[-1], "name", None) == "lse" else STATE_CHECKPOINT_NAME
-    )
 
 
 @with_standard_promotion
@@ -242,20 +229,12 @@ def _backward(plan: CallPlan, saved_for_backward: _SavedForBackward, cotangent: 
         # A paired kernel must use one configuration in both passes: its private residuals have its tile sizes.
         backward = dataclasses.replace(backward, config=saved_for_backward.config)
     pullback = dataclasses.replace(saved, cotangent=cotangent, lse_cotangent=lse_cotangent)
-    gradients = plan.differentiated(functools.partial(_select_gradients, plan, backward), backward, pullback)
+    gradients = plan.differentiated(functools.partial(plan.select_gradients, backward), backward, pullback)
     # JAX takes None as a cotangent of zeros. Fields without a gradient, such as integer ids, get None. A differentiated
     # field never gets None: `_differentiated_record_fields` has raised an error for a differentiated field without a
     # gradient.
     cotangents = {name: gradients[name] if name in saved.grad_fields else None for name in array_fields(saved.record)}
     return (dataclasses.replace(saved.record, **cotangents),)
-
-
-def _select_gradients(plan: CallPlan, choice: Choice, pullback: Pullback) -> dict[str, Any]:
-    gradients = plan.backward(pullback, choice)
-    missing = pullback.grad_fields - set(gradients)
-    if missing:
-        raise RuntimeError(f"the backward pass of {plan.op.name} gave no gradient for {', '.join(sorted(missing))}")
-    return {name: gradients[name] for name in sorted(pullback.grad_fields)}
 
 
 def _differentiated_record_fields(op: Op, marked: Any) -> frozenset[str]:
@@ -299,4 +278,19 @@ def differentiable_call(plan: CallPlan, record: Any) -> Any:
     Inside of the caller's `shard_map`, arrays that are equal on all devices are marked as varying over the mesh axes of
     the other arrays, so that JAX sums their gradients over the devices.
     """
-    return _differentiable(plan, _compat.as_varying(record, record))
+    record = _compat.as_varying(record, record)
+    if not plan.forward_mode:
+        return _differentiable(plan, record)
+    if plan.differentiable_twice:
+        return _with_reference_derivatives(plan, record)
+    return call_in_forward_mode(plan, record)
+
+
+def _with_reference_derivatives(plan: CallPlan, record: Any) -> Any:
+    """Runs a call of both blocks, `forward_mode` and `second_derivatives`: any mode, any number of times."""
+
+    def run(record: Any) -> ForwardResults:
+        return plan.forward(record)._replace(private_residuals=None)
+
+    results = forward_pass(plan.op.family, run, record)
+    return (results.output, results.residuals.lse) if plan.returns_lse else results.output

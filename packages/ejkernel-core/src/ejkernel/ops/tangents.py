@@ -1,0 +1,260 @@
+"""Forward mode: the tangents of a call, and what transposes them.
+
+A call in a `forward_mode` block is a `jax.custom_jvp` whose rule is one primitive:
+
+    results_and_tangents   record, tangents -> results and their tangents     in one pass, by XLA
+
+`jax.jvp` runs it as it is. `jax.linearize`, and with it `jax.grad`, knows the record but not the tangents. Partial
+evaluation then splits it, into the forward pass of the chosen kernel and a second primitive:
+
+    linear                 record, results, tangents -> tangents of results   its transpose is the chosen backward pass
+
+The tangent L(x; v) of a call has itself derivatives in x. Along u it is D2 f(x)[v, u], which is symmetric in v and u,
+so its transpose in u is the derivative of the backward pass along v: `SecondOrder`. Reverse over forward therefore
+takes no reverse mode through a loop of XLA or a kernel.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from ejkernel.errors import NoImplementationError
+from ejkernel.ops.checkpoint_names import name_results
+from ejkernel.ops.dispatch import Choice
+from ejkernel.ops.linear_maps import FirstOrder, Leaves, SecondOrder, bind_results_and_tangents, is_floating, replaced
+from ejkernel.ops.second import run_refusing_derivatives
+from ejkernel.promotion import with_standard_promotion
+from ejkernel.types.forward_mode import forward_mode
+from ejkernel.types.pullback import ForwardResults, Pullback, tracing_differentiated_call
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def forward_results(plan: Any, fields: frozenset[str], record: Any) -> ForwardResults:
+    """Returns the results of a forward pass, differentiable in forward mode.
+
+    Args:
+        plan: The `CallPlan`.
+        fields: Record fields whose gradient a backward pass will be asked for; empty where none follows.
+        record: The family record.
+    """
+    if not fields:
+        return plan.forward(record)._replace(private_residuals=None)
+    choice = plan.choice_with_config(plan.choose_both_passes(record, fields)[0], record)
+    with tracing_differentiated_call():
+        return name_results(plan.forward(record, choice))
+
+
+@with_standard_promotion
+def _results_jvp(
+    plan: Any, fields: frozenset[str], primals: tuple[Any], tangents: tuple[Any]
+) -> tuple[ForwardResults, ForwardResults]:
+    (record,), (moved_record,) = primals, tangents
+    xs, structure = jax.tree.flatten(record)
+    vs = jax.tree.leaves(moved_record)
+    moved = tuple(i for i, (x, v) in enumerate(zip(xs, vs, strict=True)) if is_floating(x) and not isinstance(v, SymbolicZero))
+    call = TangentCall(plan, structure, moved)
+    _check_fields(plan, call.fields(record))
+    call = dataclasses.replace(call, config=_paired_config(plan, record, call.fields(record)))
+    shapes = jax.eval_shape(lambda record: plan.forward(record)[:2], record)
+    leaves, changes = bind_results_and_tangents(call, xs, [vs[i] for i in moved], jax.tree.leaves(shapes))
+    results = ForwardResults(*jax.tree.unflatten(jax.tree.structure(shapes), leaves))
+    remaining = iter(changes)
+    spread = [next(remaining) if is_floating(x) else _zero_tangent(x) for x in leaves]
+    output, residuals = jax.tree.unflatten(jax.tree.structure(shapes), spread)
+    if fields:  # with the private residuals that the backward pass of a paired kernel reads
+        results = forward_results(plan, fields, record)
+    return results, ForwardResults(output, residuals, jax.tree.map(_zero_tangent, results.private_residuals))
+
+
+forward_results.defjvp(_results_jvp, symbolic_zeros=True)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TangentCall:
+    """A call whose record has tangents, as functions of flat lists of arrays.
+
+    `xs` are the leaves of the record and `vs` the tangents of those that are `moved`; of results, the leaves of output
+    and residuals are meant.
+
+    Attributes:
+        plan: The `CallPlan`.
+        structure: Tree structure of the record.
+        moved: Indices of the leaves with tangents.
+        config: The configuration of both passes of a paired implementation; None for others.
+    """
+
+    plan: Any
+    structure: Any
+    moved: tuple[int, ...]
+    config: Any = None
+
+    def with_moved(self, moved: tuple[int, ...]) -> "TangentCall":
+        """Returns the same call with tangents of other leaves."""
+        return dataclasses.replace(self, moved=moved)
+
+    def fields(self, record: Any) -> frozenset[str]:
+        """Returns the record fields with tangents."""
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(record)]
+        return frozenset(paths[i][0].name for i in self.moved)
+
+    def forward(self, xs: Leaves) -> ForwardResults:
+        """Returns the results of the chosen forward pass that a backward pass follows."""
+        record = jax.tree.unflatten(self.structure, xs)
+        return forward_results(self.plan, self.fields(record), record)
+
+    def results_and_tangents(self, xs: Leaves, vs: Leaves) -> tuple[Leaves, Leaves]:
+        """Returns the leaves of the results, and the tangents of those that are floating."""
+        record = jax.tree.unflatten(self.structure, xs)
+        if not vs:
+            return jax.tree.leaves(forward_results(self.plan, frozenset(), record)), []
+        with forward_mode():
+            results, tangents = self._derive(record, xs, vs)
+        leaves = jax.tree.leaves(results)
+        return leaves, [v for x, v in zip(leaves, jax.tree.leaves(tangents), strict=True) if is_floating(x)]
+
+    def _derive(self, record: Any, xs: Leaves, vs: Leaves) -> tuple[Any, Any]:
+        choice = tangent_choice(self.plan, record)
+        run = self.plan.op.family.reference if choice is None else functools.partial(self.plan.forward, choice=choice)
+        return jax.jvp(
+            lambda some: tuple(run(jax.tree.unflatten(self.structure, replaced(xs, self.moved, some)))[:2]),
+            ([xs[i] for i in self.moved],),
+            (vs,),
+        )
+
+    def linear_map(self, results: ForwardResults) -> FirstOrder:
+        """Returns the map from `vs` to the tangents of the results, where the forward pass has given these results."""
+        return FirstOrder(self, self.structure.num_leaves, jax.tree.structure(results))
+
+    def second_order(self, moved: tuple[int, ...]) -> SecondOrder:
+        """Returns the map of second derivatives along `vs` and tangents of the given leaves."""
+        return SecondOrder(self, self.structure.num_leaves, moved)
+
+    def backward(self, xs: Leaves, results: ForwardResults, cotangents: Leaves) -> Leaves:
+        """Returns the gradients of the moved leaves.
+
+        Args:
+            xs: The leaves of the record.
+            results: What `forward` returned.
+            cotangents: Of the floating leaves of the results; None for zero.
+        """
+        plan, record = self.plan, jax.tree.unflatten(self.structure, xs)
+        fields = self.fields(record)
+        cotangent, lse_cotangent = _split_cotangents(plan, results, cotangents)
+        start = Pullback(record=record, cotangent=cotangent, grad_fields=fields, **results._asdict())
+        forward, backward = plan.choose_both_passes(record, fields)
+        if backward.implementation is None:
+            raise NoImplementationError(backward)
+        backward = plan.choice_with_config(backward, record)
+        if self.config is not None:  # of a paired kernel, whose private residuals have its tile sizes
+            backward = dataclasses.replace(backward, config=self.config)
+        pullback = dataclasses.replace(start, cotangent=cotangent, lse_cotangent=lse_cotangent)
+        with forward_mode():
+            gradients = _gradients(plan, backward, pullback)
+        leaves = self.structure.flatten_up_to(dataclasses.replace(record, **gradients))
+        return [leaves[i] for i in self.moved]
+
+
+def tangent_choice(plan: Any, record: Any) -> Choice | None:
+    """Returns the choice of the forward pass that tangents come from; None for the family's reference.
+
+    That is the chosen implementation if XLA compiles it, or else the XLA implementation: kernels are not differentiated.
+
+    Raises:
+        NoImplementationError: No implementation serves the call.
+    """
+    choice = plan.choose(record, "forward")
+    if choice.implementation is None:
+        raise NoImplementationError(choice)
+    if choice.implementation.platform == "xla":
+        return choice
+    return _xla_choice(plan, record, "forward", frozenset())
+
+
+def _xla_choice(plan: Any, record: Any, direction: Any, fields: frozenset[str]) -> Choice | None:
+    choice = dataclasses.replace(plan, platform="xla", cfg=None).choose(record, direction, fields)
+    return None if choice.implementation is None else choice
+
+
+def _gradients(plan: Any, choice: Choice, pullback: Pullback) -> dict[str, Any]:
+    """Returns the requested gradients of a backward pass, differentiable in forward mode."""
+    assert choice.implementation is not None  # the caller has looked
+    if choice.implementation.platform == "xla":
+        return _derivable_gradients(plan, choice, pullback)
+    return _kernel_gradients(plan, choice, pullback)
+
+
+def _derivable_gradients(plan: Any, choice: Any, pullback: Pullback) -> dict[str, Any]:
+    run = functools.partial(plan.select_gradients, choice)
+    return run_refusing_derivatives(plan.op.name, choice.implementation, run, pullback)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _kernel_gradients(plan: Any, choice: Any, pullback: Pullback) -> dict[str, Any]:
+    return plan.select_gradients(choice, pullback)
+
+
+@_kernel_gradients.defjvp
+@with_standard_promotion
+def _kernel_gradients_jvp(
+    plan: Any, choice: Any, primals: tuple[Pullback], tangents: tuple[Pullback]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Takes the tangents from XLA's backward pass, which needs none of a kernel's private residuals."""
+    (pullback,), (moved,) = primals, tangents
+    xla = _xla_choice(plan, pullback.record, "backward", pullback.grad_fields)
+    if xla is None:
+        name = choice.implementation.name
+        raise NotImplementedError(f"{plan.op.name} has no second derivative by {name}, and none by XLA")
+    at, along = (dataclasses.replace(each, private_residuals=None) for each in (pullback, moved))
+    run = functools.partial(_derivable_gradients, plan, xla)
+    return _kernel_gradients(plan, choice, pullback), jax.jvp(run, (at,), (along,))[1]
+
+
+def _split_cotangents(plan: Any, results: ForwardResults, cotangents: Leaves) -> tuple[Any, Any]:
+    """Returns the cotangents of output and lse from those of all floating leaves of output and residuals.
+
+    Raises:
+        NotImplementedError: Another residual has a cotangent, as only derivatives of third order have.
+    """
+    remaining = iter(cotangents)
+    tree = (results.output, results.residuals)
+    spread = [next(remaining) if is_floating(x) else None for x in jax.tree.leaves(tree)]
+    count = len(jax.tree.leaves(results.output))
+    output = [
+        x if x is not None else (jnp.zeros_like(leaf) if is_floating(leaf) else _zero_tangent(leaf))
+        for x, leaf in zip(spread[:count], jax.tree.leaves(results.output), strict=True)
+    ]
+    paths = jax.tree_util.tree_leaves_with_path(results.residuals)
+    residuals = {jax.tree_util.keystr(path): x for (path, _), x in zip(paths, spread[count:], strict=True)}
+    lse = residuals.pop(".lse", None) if plan.returns_lse else None
+    if any(x is not None for x in residuals.values()):
+        raise NotImplementedError(f"{plan.op.name}: this derivative needs a `second_derivatives` block too")
+    return jax.tree.unflatten(jax.tree.structure(results.output), output), lse
+
+
+def _paired_config(plan: Any, record: Any, fields: frozenset[str]) -> Any:
+    """Returns the configuration that both passes of a paired implementation share; None of others."""
+    choice, _ = plan.choose_both_passes(record, fields)
+    if choice.implementation is None or not choice.implementation.paired:
+        return None
+    return plan.choice_with_config(choice, record).config
+
+
+def _check_fields(plan: Any, fields: frozenset[str]) -> None:
+    undefined = sorted(fields - set(plan.op.family.differentiable))
+    if undefined:
+        raise NotImplementedError(f"{plan.op.name} has no derivative with respect to {', '.join(undefined)}")
+
+
+def _zero_tangent(x: Any) -> Any:
+    return jnp.zeros_like(x) if is_floating(x) else np.zeros(x.shape, jax.dtypes.float0)
+
+
+def call_in_forward_mode(plan: Any, record: Any) -> Any:
+    """Runs a call of a family so that it can be differentiated in forward mode, and once in reverse mode."""
+    results = forward_results(plan, frozenset(), record)
+    return (results.output, results.residuals.lse) if plan.returns_lse else results.output

@@ -1,0 +1,58 @@
+"""The policy that gives calls derivatives in forward mode."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator
+from typing import Any
+
+import jax
+
+# Part of the key of every jitted function, and made at import, as in `ejkernel.ops.config.policy`.
+_enabled_context: Any = jax.make_user_context(False)
+
+
+@contextlib.contextmanager
+def forward_mode() -> Generator[None]:
+    """Lets `jax.jvp` and `jax.linearize` go through the calls traced inside of the block.
+
+    Tangents are computed in one pass with the output, by XLA, in the memory of a forward pass; `explain` says by which
+    function. `jax.grad` in the block still takes the chosen backward pass. `jax.hessian`, and Hessian-vector products
+    in any order of the modes that has at most one reverse, follow by composition.
+
+    Example:
+        ```python
+        import jax, jax.numpy as jnp
+        from ejkernel.modules import flash_attention
+        from ejkernel.ops import forward_mode
+
+        x = jax.random.normal(jax.random.key(0), (1, 8, 2, 16))
+        with forward_mode():
+            output, tangent = jax.jvp(lambda x: flash_attention(x, x, x, causal=True), (x,), (jnp.cos(x),))
+        assert output.shape == tangent.shape == x.shape
+        ```
+    """
+    with _enabled_context(True):
+        yield
+
+
+def is_forward_mode_enabled() -> bool:
+    """Returns whether a `forward_mode` block is around."""
+    return _enabled_context.value
+
+
+def reverse_rule(rule: Any) -> Any:
+    """Returns a function with a `jax.custom_vjp`, which forward mode cannot go through, so that in a `forward_mode`
+    block it is its plain function.
+
+    Args:
+        rule: The function, as `jax.custom_vjp` returns it. Its `defvjp` is the result's.
+    """
+    plain: Callable[..., Any] = rule.fun
+
+    @functools.wraps(plain)
+    def run(*args: Any) -> Any:
+        return plain(*args) if is_forward_mode_enabled() else rule(*args)
+
+    result: Any = run
+    result.defvjp = rule.defvjp
+    return result
