@@ -26,6 +26,7 @@ from ejkernel.ops.plugins import registry
 from ejkernel.ops.second import second_derivatives_enabled
 from ejkernel.ops.sharding import record_on_shard, run_sharded, specs_from_array_types
 from ejkernel.ops.suspicions import suspicious_argument_warnings
+from ejkernel.ops.tangents import forward_mode_note
 from ejkernel.types.arguments import array_fields
 from ejkernel.types.forward_mode import is_forward_mode_enabled
 
@@ -153,6 +154,8 @@ def decide(op: Op, args: Any, **options: Any) -> Decision:
         forward = plan.choose(record, "forward")
         nested = dict.fromkeys(nested_call_notes.get() or ())
         notes = (*forward.notes, *suspicious_argument_warnings(op, args), *policy_notes(plan, record), *nested)
+        if plan.forward_mode and forward.implementation is not None:
+            notes = (*notes, forward_mode_note(plan, record))
         forward = dataclasses.replace(forward, notes=notes)
         first, backward = plan.choose_both_passes(record, grad_fields)
         other = first.implementation not in (None, forward.implementation)
@@ -247,8 +250,8 @@ def _explain_jax_error(op: Op, args: Any, error: Exception) -> Exception:
     """
     if "forward-mode autodiff (jvp)" in str(error):
         return NotImplementedError(
-            f"{op.name} has no forward-mode derivative (jax.jvp, jax.jacfwd, jax.linearize): use jax.grad or jax.vjp, or "
-            "make the call under `ejkernel.ops.forward_mode()`"
+            f"{op.name} has no forward-mode derivative (jax.jvp, jax.jacfwd, jax.linearize): use jax.grad or jax.vjp, "
+            "or make the call under `ejkernel.ops.forward_mode()`"
         )
     symbolic = {name: x.shape for name, x in array_fields(args).items() if _has_symbolic_size(x)}
     if symbolic:

@@ -154,9 +154,7 @@ class CallPlan:
         gradients = self.backward(pullback, choice)
         missing = pullback.grad_fields - set(gradients)
         if missing:
-            raise RuntimeError(
-                f"the backward pass of {self.op.name} gave no gradient for {', '.join(sorted(missing))}"
-            )
+            raise RuntimeError(f"the backward pass of {self.op.name} gave no gradient for {', '.join(sorted(missing))}")
         return {name: gradients[name] for name in sorted(pullback.grad_fields)}
 
 

@@ -26,8 +26,9 @@ from jax.custom_derivatives import SymbolicZero
 from ejkernel.errors import NoImplementationError
 from ejkernel.ops.checkpoint_names import name_results
 from ejkernel.ops.dispatch import Choice
-from ejkernel.ops.linear_maps import FirstOrder, Leaves, SecondOrder, bind_results_and_tangents, is_floating, replaced
+from ejkernel.ops.linear_maps import FirstOrder, Leaves, SecondOrder, is_floating, replaced
 from ejkernel.ops.second import run_refusing_derivatives
+from ejkernel.ops.tangent_primitives import bind_results_and_tangents
 from ejkernel.promotion import with_standard_promotion
 from ejkernel.types.forward_mode import forward_mode
 from ejkernel.types.pullback import ForwardResults, Pullback, tracing_differentiated_call
@@ -56,7 +57,9 @@ def _results_jvp(
     (record,), (moved_record,) = primals, tangents
     xs, structure = jax.tree.flatten(record)
     vs = jax.tree.leaves(moved_record)
-    moved = tuple(i for i, (x, v) in enumerate(zip(xs, vs, strict=True)) if is_floating(x) and not isinstance(v, SymbolicZero))
+    moved = tuple(
+        i for i, (x, v) in enumerate(zip(xs, vs, strict=True)) if is_floating(x) and not isinstance(v, SymbolicZero)
+    )
     call = TangentCall(plan, structure, moved)
     _check_fields(plan, call.fields(record))
     call = dataclasses.replace(call, config=_paired_config(plan, record, call.fields(record)))
@@ -96,6 +99,15 @@ class TangentCall:
     def with_moved(self, moved: tuple[int, ...]) -> "TangentCall":
         """Returns the same call with tangents of other leaves."""
         return dataclasses.replace(self, moved=moved)
+
+    @property
+    def without_shared_batches(self) -> "TangentCall":
+        """Returns the call without the batch axes that only tangents have: there is none."""
+        return self
+
+    def expand(self, i: int, u: jax.Array) -> jax.Array:
+        """Returns a tangent of leaf i with every batch axis: there is none."""
+        return u
 
     def fields(self, record: Any) -> frozenset[str]:
         """Returns the record fields with tangents."""
@@ -146,7 +158,7 @@ class TangentCall:
         fields = self.fields(record)
         cotangent, lse_cotangent = _split_cotangents(plan, results, cotangents)
         start = Pullback(record=record, cotangent=cotangent, grad_fields=fields, **results._asdict())
-        forward, backward = plan.choose_both_passes(record, fields)
+        _, backward = plan.choose_both_passes(record, fields)
         if backward.implementation is None:
             raise NoImplementationError(backward)
         backward = plan.choice_with_config(backward, record)
@@ -162,7 +174,7 @@ class TangentCall:
 def tangent_choice(plan: Any, record: Any) -> Choice | None:
     """Returns the choice of the forward pass that tangents come from; None for the family's reference.
 
-    That is the chosen implementation if XLA compiles it, or else the XLA implementation: kernels are not differentiated.
+    It is the chosen one if XLA compiles that, or else that of the XLA implementation: kernels are not differentiated.
 
     Raises:
         NoImplementationError: No implementation serves the call.
@@ -173,6 +185,15 @@ def tangent_choice(plan: Any, record: Any) -> Choice | None:
     if choice.implementation.platform == "xla":
         return choice
     return _xla_choice(plan, record, "forward", frozenset())
+
+
+def forward_mode_note(plan: Any, record: Any) -> str:
+    """Returns the sentence of `explain` about where the tangents of a call come from."""
+    choice = tangent_choice(plan, record)
+    source = f"the reference of {plan.op.family.name}"
+    if choice is not None and choice.implementation is not None:
+        source = f"the forward pass of {choice.implementation.name}"
+    return f"forward mode: JAX derives tangents from {source}"
 
 
 def _xla_choice(plan: Any, record: Any, direction: Any, fields: frozenset[str]) -> Choice | None:

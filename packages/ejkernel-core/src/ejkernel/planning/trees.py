@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.planning import packing
+from ejkernel.types.forward_mode import reverse_rule
 
 
 class TokenTrees(NamedTuple):
@@ -77,6 +78,7 @@ def path_windows(x: jax.Array, states: jax.Array, trees: TokenTrees) -> jax.Arra
     return jnp.stack(columns[::-1], axis=2)
 
 
+@reverse_rule
 @jax.custom_vjp
 def rows_with_ordered_gradients(x: jax.Array, index: jax.Array) -> jax.Array:
     """Returns rows of x, whose gradients are summed in a fixed order.

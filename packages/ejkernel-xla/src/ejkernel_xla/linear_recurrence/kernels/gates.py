@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.promotion import with_standard_promotion
+from ejkernel.types.forward_mode import reverse_rule
 from ejkernel_xla.linear_recurrence.kernels.decay_weights import (
     DecaySpans,
     decay_spans,
@@ -139,6 +140,7 @@ def _shared_products(left: jax.Array, right: jax.Array, precision: Any) -> jax.A
     return multiply_rows(repeat_along_first_axis(left, count), repeat_along_first_axis(right, count), precision)
 
 
+@reverse_rule
 @jax.custom_vjp
 def _decay_weights(gates: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns `between` and `decay_since_start` of `HeadGates` for gates [n, C]."""

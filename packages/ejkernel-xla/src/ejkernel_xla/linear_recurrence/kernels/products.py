@@ -13,12 +13,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.types.forward_mode import reverse_rule
+
 ArrayPair = tuple[jax.Array, jax.Array]
 
 
 def with_gradients(static_argument_index: int) -> Callable[[Callable[..., jax.Array]], jax.custom_vjp[jax.Array]]:
     """Returns `jax.custom_vjp` of a function whose argument at that index is not an array."""
-    return functools.partial(cast(Any, jax.custom_vjp), nondiff_argnums=(static_argument_index,))
+    rule = functools.partial(cast(Any, jax.custom_vjp), nondiff_argnums=(static_argument_index,))
+    return lambda function: reverse_rule(rule(function))
 
 
 def exact_einsum(subscripts: str, *arrays: jax.Array) -> jax.Array:
@@ -112,6 +115,7 @@ def _row_products_gradient(precision: Any, x: jax.Array, cotangent: jax.Array) -
 row_products_of_matrix.defvjp(lambda x, precision: (row_products_of_matrix(x, precision), x), _row_products_gradient)
 
 
+@reverse_rule
 @jax.custom_vjp
 def scale_vectors(x: jax.Array, weights: jax.Array) -> jax.Array:
     """Returns [..., d] times weights [...]."""
@@ -126,6 +130,7 @@ def _scale_vectors_gradients(saved: ArrayPair, cotangent: jax.Array) -> ArrayPai
 scale_vectors.defvjp(lambda x, weights: (scale_vectors(x, weights), (x, weights)), _scale_vectors_gradients)
 
 
+@reverse_rule
 @jax.custom_vjp
 def weigh_products(products: jax.Array, weights: jax.Array) -> jax.Array:
     """Returns products [m, C, C] times weights [n, C, C], where n / m neighbours share products: [n, C, C]."""
@@ -146,6 +151,7 @@ weigh_products.defvjp(
 )
 
 
+@reverse_rule
 @jax.custom_vjp
 def decay_rows(state: jax.Array, weights: jax.Array) -> jax.Array:
     """Returns states [n, K, V] times the weights of their rows [n, K], or of the whole [n, 1]."""
@@ -164,6 +170,7 @@ def _decay_rows_gradients(saved: ArrayPair, cotangent: jax.Array) -> ArrayPair:
 decay_rows.defvjp(lambda state, weights: (decay_rows(state, weights), (state, weights)), _decay_rows_gradients)
 
 
+@reverse_rule
 @jax.custom_vjp
 def decay_columns(state: jax.Array, weights: jax.Array) -> jax.Array:
     """Returns states [n, K, V] times the weights of their columns [n, V]."""

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, num_state_heads
+from ejkernel.types.forward_mode import reverse_rule
 from ejkernel_xla.linear_recurrence.kernels.chunk import advance, next_state, precision
 from ejkernel_xla.linear_recurrence.kernels.chunking import (
     Chunking,
@@ -86,6 +87,7 @@ def _state_before_run(record: LinearRecurrence, state: jax.Array, continues: jax
     return jnp.where(_broadcast_rows_to_states(record, continues), state, 0)
 
 
+@reverse_rule
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum_of_passes(run: Any, runs: jax.Array, state: jax.Array, parts: SliceArrays) -> tuple[jax.Array, jax.Array]:
     """Returns the sum of all passes, each of which is 0 where it has nothing."""

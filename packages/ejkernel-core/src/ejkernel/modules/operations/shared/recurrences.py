@@ -17,6 +17,7 @@ from ejkernel.modules.operations.shared.shapes import (
 )
 from ejkernel.ops.model import Op, tolerances
 from ejkernel.promotion import with_standard_promotion
+from ejkernel.types.forward_mode import reverse_rule
 from ejkernel.types.integers import exact_ids
 
 TOLERANCE = tolerances(float64=1e-9, float32=5e-5, bfloat16=2e-2, float16=4e-3)
@@ -216,6 +217,7 @@ def l2_normalised(x: jax.Array) -> jax.Array:
     return _normalise(to_float32_or_wider(x)).astype(x.dtype)
 
 
+@reverse_rule
 @jax.custom_vjp
 def _normalise(x: jax.Array) -> jax.Array:
     return x * _inverse_norm(x)
