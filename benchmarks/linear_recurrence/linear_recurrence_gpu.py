@@ -283,7 +283,7 @@ def contenders(cell: Cell, record: LinearRecurrence, options: argparse.Namespace
         if options.candidates:
             for config in space.candidates(record, current_device(), "forward"):
                 found[str(config)] = kernel(name, config)
-    if options.only in "cuda" and cell.documents == 0 and cell.kind in ("lightning", "gate a head", "gated delta"):
+    if options.only in "cuda" and cell.documents == 0 and cell.kind not in ("gla", "kda"):
         found["ejkernel cuda"] = kernel("cuda_chunked" if record.beta is None else "cuda_delta", None)
     if options.only in "xla":
         found["ejkernel xla"] = _xla(record)

@@ -12,14 +12,14 @@ from ejkernel.families.linear_recurrence import LinearRecurrence, num_state_head
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel.types.pullback import Pullback, run_both_passes
 from ejkernel_cuda import delta_rule
-from ejkernel_cuda.delta_rule.backward import backward
+from ejkernel_cuda.delta_rule.backward import backward, num_head_slices, shares_queries_and_keys
 from ejkernel_cuda.delta_rule.forward import forward
 
 H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
 B200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA B200", compute_capability=10.0)
 DELTA, PLAIN = delta_rule.IMPLEMENTATIONS
 
-FIELDS = ("query", "key", "value", "decay", "beta", "initial_state")
+FIELDS = ("query", "key", "value", "decay", "beta", "initial_state", "dt", "skip")
 
 REPLACED = {
     "extern __shared__ __align__(1024) char memory[];": "char* memory = device::current->block->shared;",
@@ -32,7 +32,8 @@ REPLACED = {
 def host(compile_on_host):
     """The kernels' sources, compiled for the host with what stands in for CUDA."""
     library = compile_on_host("delta_rule", REPLACED)
-    for function in (library.delta_rule, library.delta_rule_reverse, library.delta_rule_token_gradients):
+    names = ("delta_rule", "delta_rule_reverse", "delta_rule_token_gradients", "delta_rule_group_gradients")
+    for function in (getattr(library, name) for name in names):
         function.restype = ctypes.c_char_p
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_float]
     return library
@@ -63,12 +64,13 @@ def make(
     return LinearRecurrence(query=query, key=key, value=value, softmax_scale=0.1, **fields)
 
 
-def call(function, record, *arrays):
+def call(function, record, *arrays, slices=1):
     """Calls a kernel with arrays, or None for those that are absent, and the sizes of a record."""
     arrays = [None if x is None else np.array(x) if isinstance(x, jax.Array) else x for x in arrays]
     pointers = (ctypes.c_void_p * len(arrays))(*(None if x is None else x.ctypes.data for x in arrays))
     fields = (record.query, record.key, record.value)
     sizes = (*record.query.shape[:2], num_state_heads(record), *(x.shape[2] for x in fields), record.value.shape[3])
+    sizes += (slices,)
     assert function(pointers, (ctypes.c_int * len(sizes))(*sizes), record.softmax_scale) is None
 
 
@@ -93,7 +95,7 @@ def run(host, record, stored=(None, None)):
     return as_float64(output), final
 
 
-def run_gradients(host, record, cotangent, final_cotangent):
+def run_gradients(host, record, cotangent, final_cotangent, slices):
     """The gradients of a record's fields."""
     (batch, tokens), heads, values = record.query.shape[:2], num_state_heads(record), record.value.shape[3]
     states_shape, has_delta = (batch, heads, -(-tokens // 64), values, 128), record.beta is not None
@@ -103,7 +105,10 @@ def run_gradients(host, record, cotangent, final_cotangent):
     operands = (record.query, record.key, cotangent, record.decay, record.beta, final_cotangent)
     # The gradient of the output, which is in the place of the values, has as many heads as the call.
     reverse_record = dataclasses.replace(record, value=cotangent)
-    call(host.delta_rule_reverse, reverse_record, *operands, dwrites, dstates, dinitial)
+    call(host.delta_rule_reverse, reverse_record, *operands, dwrites, dstates, dinitial, record.dt, record.skip)
+    if shares_queries_and_keys(record):
+        gradients = run_group_gradients(host, record, cotangent, states, dstates, slices)
+        return gradients | {"value": as_float64(dwrites), "initial_state": dinitial}
     fields = {
         name: bfloat16(*x.shape) if x.shape[2] == heads else float32(batch, tokens, heads, 128)
         for name, x in (("query", record.query), ("key", record.key))
@@ -119,6 +124,23 @@ def run_gradients(host, record, cotangent, final_cotangent):
         shape = getattr(record, name).shape
         gradients[name] = gradients[name].reshape(*shape[:3], -1, 128).sum(3)
     return gradients | {"initial_state": dinitial}
+
+
+def run_group_gradients(host, record, cotangent, states, dstates, slices):
+    """The gradients of fields that a group of heads shares, and of gates, dt and skip."""
+    (batch, tokens, groups), heads = record.query.shape[:3], num_state_heads(record)
+    make = bfloat16 if slices == 1 else float32
+    fields = {name: make(batch, tokens, groups * slices, 128) for name in ("query", "key")}
+    for name, shape in (("decay", (tokens, heads, 1)), ("dt", (tokens, heads)), ("skip", (-(-tokens // 64), heads))):
+        fields[name] = None if getattr(record, name) is None else float32(batch, *shape)
+    operands = (record.query, record.key, record.value, cotangent, states, dstates, record.decay, record.dt)
+    call(host.delta_rule_group_gradients, record, *operands, *fields.values(), slices=slices)
+    gradients = {name: as_float64(x) for name, x in fields.items() if x is not None}
+    for name in ("query", "key"):
+        gradients[name] = gradients[name].reshape(batch, tokens, groups, slices, 128).sum(3)
+    if record.skip is not None:
+        gradients["skip"] = gradients["skip"].sum((0, 1), keepdims=True)
+    return gradients
 
 
 def error(got, want):
@@ -155,9 +177,14 @@ def test_outputs_and_states_match_the_reference(host, gates, tokens, options):
         ("none", 128, {}),
         ("mild", 130, {"values": 128, "state": True, "delta": False}),
         ("-inf", 65, {"heads": 2, "query_heads": 1, "delta": False}),
+        ("mild", 130, {"heads": 5, "query_heads": 1, "key_heads": 1, "state": True, "delta": False, "dt": True}),
+        ("-inf", 65, {"heads": 6, "query_heads": 1, "key_heads": 1, "values": 128, "delta": False, "slices": 2}),
+        ("none", 64, {"heads": 2, "query_heads": 2, "key_heads": 2, "delta": False, "dt": True}),
     ],
 )
 def test_gradients_match_the_reference(host, gates, tokens, options):
+    options = dict(options)
+    slices = options.pop("slices", 1)
     record = make(gates, tokens, **options)
     output, final = jax.eval_shape(lambda r: reference(r)[0], record)
     cotangents = [jax.random.normal(jax.random.key(n), x.shape) for n, x in enumerate((output, final))]
@@ -169,7 +196,7 @@ def test_gradients_match_the_reference(host, gates, tokens, options):
 
     fields = {name: getattr(record, name).astype(jnp.float32) for name in names}
     [want] = jax.vjp(outputs, fields)[1]((cotangents[0].astype(jnp.float32), cotangents[1]))
-    gradients = run_gradients(host, record, *cotangents)
+    gradients = run_gradients(host, record, *cotangents, slices)
     errors = {name: error(gradients[name], want[name]) for name in names}
     assert max(errors.values()) < 1.5e-2, errors
 
@@ -200,6 +227,20 @@ def test_unsupported_calls_are_refused():
     with target_device(H200):
         [values] = DELTA.backward_requires.extra(abstract(16, values=192))
     assert values == "value: got head dimension 192, the kernels of gradients want 64 and 128"
+    mixed = make("mild", 64, heads=2, key_heads=1, delta=False, dt=True)
+    with target_device(H200):
+        [heads] = PLAIN.backward_requires.extra(mixed)
+    assert heads == "key: got 1 heads and 2 of queries, the gradients of dt and skip want the same number"
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "heads", "groups", "slices"),
+    [(8, 8192, 64, 1, 1), (1, 8192, 64, 1, 1), (1, 2048, 64, 1, 4), (2, 2048, 64, 8, 1), (1, 64, 6, 2, 3)],
+)
+def test_heads_of_a_group_are_split_if_there_are_few_chunks(batch, tokens, heads, groups, slices):
+    query = jax.ShapeDtypeStruct((batch, tokens, groups, 128), jnp.bfloat16)
+    record = dataclasses.replace(abstract(heads, batch=batch, tokens=tokens), query=query, key=query, beta=None)
+    assert num_head_slices(record) == slices
 
 
 @pytest.mark.parametrize(
@@ -223,11 +264,16 @@ def test_the_calls_are_traced_for_every_combination_of_optional_arrays(monkeypat
         monkeypatch.setattr(f"ejkernel_cuda.delta_rule.{module}.register_handler", lambda name: name)
     record = make("mild", 70, heads=2, key_heads=1, state=True)
     decay = record.decay[:, :1]
-    for absent in ({}, {"decay": None}, {"initial_state": None}, {"decay": decay}, {"beta": None, "decay": decay}):
-        used = dataclasses.replace(record, **absent)
+    one_head = {"query": record.query[:, :, :1], "beta": None}
+    state_space = one_head | {"dt": record.beta, "skip": jnp.ones((1, 1, 2))}
+    transposed = state_space | {"transposed_states": True, "initial_state": record.initial_state.swapaxes(2, 3)}
+    absent_fields = ({}, {"decay": None}, {"initial_state": None}, {"decay": decay}, {"beta": None, "decay": decay})
+    for changes in (*absent_fields, one_head, state_space, state_space | {"decay": None}, transposed):
+        used = dataclasses.replace(record, **changes)
         (output, states), residuals, private = jax.eval_shape(lambda r: forward(r, None), used)
         assert (output.shape, output.dtype, residuals, private) == ((1, 70, 2, 64), jnp.bfloat16, (), None)
-        assert (states.shape, states.dtype) == ((1, 2, 128, 64), jnp.float32)
+        state_shape = (1, 2, 64, 128) if used.transposed_states else (1, 2, 128, 64)
+        assert (states.shape, states.dtype) == (state_shape, jnp.float32)
         names = frozenset(name for name in FIELDS if getattr(used, name) is not None)
         start = Pullback(record=used, residuals=(), output=None, cotangent=None, grad_fields=names)
         _, gradients = jax.eval_shape(

@@ -1,6 +1,7 @@
 // Runs the kernels of csrc/delta_rule block by block.
 #include "device.h"
 #include "delta_rule/chunked.cuh"
+#include "delta_rule/group_gradients.cuh"
 #include "delta_rule/reverse.cuh"
 #include "delta_rule/token_gradients.cuh"
 
@@ -84,7 +85,9 @@ extern "C" const char* delta_rule_reverse(void** a, const int* sizes, float scal
   Maps maps;
   describe_inputs(&maps, n, a);
   describe_stored(&maps, n, a[6], a[7]);
-  return with_constant(call.beta, [&](auto delta) {
+  const bool has_delta = call.beta;
+  if (!has_delta) call.beta = static_cast<const float*>(a[9]), call.skip = static_cast<const float*>(a[10]);
+  return with_constant(has_delta, [&](auto delta) {
     return run<ReverseLayout<delta>>(n, [&] { delta_reverse_kernel<delta>(call, maps); });
   });
 }
@@ -121,6 +124,42 @@ extern "C" const char* delta_rule_token_gradients(void** a, const int* sizes, fl
         device::run_cluster(block, 1, GradientLayout<V>::kBytes,
                             [&] { delta_token_gradients_kernel<V, delta>(call, maps); }, kGradientThreads);
       });
+    });
+  }
+  return device::complaint;
+}
+
+// The number of slices of a group's heads follows the sizes.
+extern "C" const char* delta_rule_group_gradients(void** a, const int* sizes, float scale) {
+  using namespace ejkernel::delta_rule;
+  const Sizes& n = *reinterpret_cast<const Sizes*>(sizes);
+  device::complaint = nullptr;
+  device::arrays.clear();
+  GroupGradientCall call{};
+  GroupGradientMaps maps;
+  const int states = n.batch * n.heads * n.chunks();
+  call.tokens = n.tokens, call.chunks = n.chunks(), call.heads = n.heads, call.scale = scale;
+  call.groups = n.query_heads, call.slices = sizes[7], call.value_heads = n.value_heads;
+  call.gates = static_cast<const float*>(a[6]), call.factors = static_cast<const float*>(a[7]);
+  call.dgates = static_cast<float*>(a[10]), call.dfactors = static_cast<float*>(a[11]);
+  call.dskip = static_cast<float*>(a[12]);
+  describe(&maps.query, a[0], n.batch, n.tokens, n.query_heads * kKeyDim, 128);
+  describe(&maps.key, a[1], n.batch, n.tokens, n.key_heads * kKeyDim, 128);
+  describe(&maps.value, a[2], n.batch, n.tokens, n.value_heads * n.values, 128);
+  describe(&maps.cotangent, a[3], n.batch, n.tokens, n.heads * n.values, 128);
+  describe(&maps.states, a[4], states, n.values, kKeyDim, 128);
+  describe(&maps.dstates, a[5], states, n.values, kKeyDim, 128);
+  if (call.slices > 1) {
+    call.dquery = static_cast<float*>(a[8]), call.dkey = static_cast<float*>(a[9]);
+  } else {
+    describe(&maps.dquery, a[8], n.batch, n.tokens, n.query_heads * kKeyDim, 128, 16);
+    describe(&maps.dkey, a[9], n.batch, n.tokens, n.query_heads * kKeyDim, 128, 16);
+  }
+  for (int block = 0; block < n.batch * n.chunks() * call.groups * call.slices; ++block) {
+    with_constant(n.values == 128, [&](auto wide) {
+      constexpr int V = wide ? 128 : 64;
+      device::run_cluster(block, 1, GroupLayout<V>::kBytes, [&] { delta_group_gradients_kernel<V>(call, maps); },
+                          kGroupThreads);
     });
   }
   return device::complaint;

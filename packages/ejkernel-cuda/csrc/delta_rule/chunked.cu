@@ -75,6 +75,13 @@ int64_t output_size(const DeltaCall& call, const Inputs& in) {
   return in.query.dimensions()[0] * call.tokens * call.heads * call.value_dim;
 }
 
+// Whether factors are [B, T, H] and a skip [H], or absent, as they are with the delta rule; `values` is [B, T, H, V].
+bool has_factors_and_skip_shapes(const DeltaCall& call, const F32& factors, const F32& skip, const Bf16& values) {
+  const bool has_delta = call.beta != nullptr;
+  return (factors.element_count() == 0 || (!has_delta && count(factors) * call.value_dim == count(values))) &&
+         (skip.element_count() == 0 || (!has_delta && count(skip) == call.heads));
+}
+
 template <bool StoresStates>
 ffi::Error launch_forward(cudaStream_t stream, const DeltaCall& call, const Maps& maps, int64_t batch, bool has_delta) {
   return has_delta ? launch<ForwardLayout<StoresStates, true>>(stream, delta_kernel<StoresStates, true>, call, maps, batch)
@@ -93,8 +100,7 @@ ffi::Error delta_rule(cudaStream_t stream, Bf16 query, Bf16 key, Bf16 value, F32
   const bool stores = states->element_count() != 0, has_delta = call.beta != nullptr;
   if (count(*output) != output_size(call, in) ||
       (stores && (count(*writes) != (has_delta ? count(*output) : 0) || count(*states) != count(*final) * call.chunks)) ||
-      (factors.element_count() != 0 && (has_delta || stores || count(factors) * call.value_dim != count(*output))) ||
-      (skip.element_count() != 0 && (has_delta || stores || count(skip) != call.heads))) {
+      !has_factors_and_skip_shapes(call, factors, skip, *output)) {
     return kErrors.invalid_shapes();
   }
   if (!has_delta) call.beta = data_or_null(factors), call.skip = data_or_null(skip);
@@ -108,20 +114,23 @@ ffi::Error delta_rule(cudaStream_t stream, Bf16 query, Bf16 key, Bf16 value, F32
 
 // The reverse scan: the output's gradient has the place of the values, and the final states' that of the first ones.
 ffi::Error delta_rule_reverse(cudaStream_t stream, Bf16 query, Bf16 key, Bf16 cotangent, F32 gates, F32 beta,
-                              F32 final_cotangent, ffi::Result<Bf16> dwrites, ffi::Result<Bf16> dstates,
-                              ffi::Result<F32> dinitial, float scale) {
+                              F32 final_cotangent, F32 factors, F32 skip, ffi::Result<Bf16> dwrites,
+                              ffi::Result<Bf16> dstates, ffi::Result<F32> dinitial, float scale) {
   if (dwrites->element_count() == 0) return ffi::Error::Success();
   const Inputs in{query, key, cotangent, gates, beta, final_cotangent};
   DeltaCall call{};
   if (!describe_call(&call, in, *dinitial, scale) || count(*dwrites) != output_size(call, in) ||
-      count(*dstates) != count(*dinitial) * call.chunks) {
+      count(*dstates) != count(*dinitial) * call.chunks ||
+      !has_factors_and_skip_shapes(call, factors, skip, *dwrites)) {
     return kErrors.invalid_shapes();
   }
+  const bool has_delta = call.beta != nullptr;
+  if (!has_delta) call.beta = data_or_null(factors), call.skip = data_or_null(skip);
   Maps maps;
   const char* message = encode_maps(&maps, call, in, nullptr, &*dwrites, &*dstates);
   if (message) return kErrors.internal("tensor map", message);
   const int64_t batch = query.dimensions()[0];
-  return call.beta ? launch<ReverseLayout<true>>(stream, delta_reverse_kernel<true>, call, maps, batch)
+  return has_delta ? launch<ReverseLayout<true>>(stream, delta_reverse_kernel<true>, call, maps, batch)
                    : launch<ReverseLayout<false>>(stream, delta_reverse_kernel<false>, call, maps, batch);
 }
 

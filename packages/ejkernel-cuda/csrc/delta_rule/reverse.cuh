@@ -1,7 +1,8 @@
 // The scan of the backward pass, from the last chunk to the first, in one kernel. Where the forward pass writes X = T beta (V - E K S), with dS the gradient of the state after the chunk and dO the output's:
 //   dX^T = F dS^T K^T + scale dO^T A,   dY^T = dX^T T,   dS^T = E_last dS^T + scale (E dO^T) Q - (beta E dY^T) K
 // The kernel stores dY, the gradient of V without beta, and dS of each chunk. In it dO has the place of the values.
-// Without the delta rule dX is the gradient of V, which the kernel stores, and dY is 0.
+// Without the delta rule dY is 0, and the kernel stores dX, with a factor f of each token and a skip f dX + skip dO: the
+// gradient of V.
 #pragma once
 
 #include "delta_rule/scan.cuh"
@@ -67,11 +68,18 @@ struct ReverseState : ScanState<L> {
     for (int tile = 0; tile < 8; ++tile) {
       const float2 decay_to_end = *reinterpret_cast<const float2*>(gates + 256 + tile * 8);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        rows[tile / 2][tile % 2 * 2 + i] =
-            pack(decay_to_end.x * state_products[tile][2 * i] + call.scale * pair_products[tile][2 * i],
-                 decay_to_end.y * state_products[tile][2 * i + 1] + call.scale * pair_products[tile][2 * i + 1]);
+      for (int i = 0; i < 4; ++i) {
+        state_products[tile][i] = (i % 2 ? decay_to_end.y : decay_to_end.x) * state_products[tile][i] +
+                                  call.scale * pair_products[tile][i];
       }
+    }
+    if constexpr (!L::kDelta) {
+      if (call.skip != nullptr) add_skip(state_products, cotangents);
+    }
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const int tile = i / 4 * 2 + i % 4 / 2, pair = i % 2 * 2;
+      rows[i / 4][i % 4] = pack(state_products[tile][pair], state_products[tile][pair + 1]);
     }
     fence_products();
     if constexpr (L::kDelta) {
@@ -88,6 +96,17 @@ struct ReverseState : ScanState<L> {
     wait_for_state<0>(state);
     __syncwarp();
     if (lane == 0) arrive(block.stage_free_barrier(stage)), arrive(block.slot_free_barrier(slot.index));
+  }
+
+  // Adds the output's gradient times the skip.
+  __device__ __forceinline__ void add_skip(float (&rows)[8][4], const uint32_t (&cotangents)[4][4]) const {
+    const float skip = __ldg(call.skip + block.head);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const int tile = i / 4 * 2 + i % 4 / 2, pair = i % 2 * 2;
+      rows[tile][pair] += skip * __uint_as_float(cotangents[i / 4][i % 4] << 16);
+      rows[tile][pair + 1] += skip * __uint_as_float(cotangents[i / 4][i % 4] & 0xFFFF0000u);
+    }
   }
 
   // Takes dY, the product in flight, and adds to dS what passes through the tokens' reads with their keys.

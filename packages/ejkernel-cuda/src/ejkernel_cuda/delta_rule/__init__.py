@@ -14,8 +14,8 @@ from ejkernel_cuda.requirements import cuda_requires
 HANDLED_FIELDS = frozenset({"decay", "initial_state"})
 """Optional fields that the kernels honour, next to beta."""
 
-HANDLED_FORWARD_FIELDS = HANDLED_FIELDS | {"dt", "skip", "transposed_states"}
-"""Optional fields that the forward kernel honours without the delta rule."""
+HANDLED_FIELDS_WITHOUT_DELTA = HANDLED_FIELDS | {"dt", "skip", "transposed_states"}
+"""Optional fields that the kernels honour without the delta rule."""
 
 DIFFERENTIABLE_FIELDS = HANDLED_FIELDS | {"query", "key", "value"}
 
@@ -65,6 +65,9 @@ def _gradient_refusal_reasons(record: LinearRecurrence) -> Iterable[str]:
     if record.value.shape[3] not in VALUE_DIMS_WITH_GRADIENTS:
         wants = " and ".join(map(str, VALUE_DIMS_WITH_GRADIENTS))
         yield f"value: got head dimension {record.value.shape[3]}, the kernels of gradients want {wants}"
+    queries, keys = record.query.shape[2], record.key.shape[2]
+    if queries != keys and not (record.dt is None and record.skip is None):
+        yield f"key: got {keys} heads and {queries} of queries, the gradients of dt and skip want the same number"
 
 
 def _refusal_reasons_with_delta(record: LinearRecurrence) -> Iterable[str]:
@@ -126,10 +129,10 @@ IMPLEMENTATIONS = (
         platform="cuda",
         forward="ejkernel_cuda.delta_rule.forward:forward",
         backward="ejkernel_cuda.delta_rule.backward:backward",
-        gradients=DIFFERENTIABLE_FIELDS,
+        gradients=DIFFERENTIABLE_FIELDS | {"dt", "skip"},
         paired=True,
-        requires=_make_requires(_refusal_reasons, HANDLED_FORWARD_FIELDS),
-        backward_requires=_make_requires(_gradient_refusal_reasons),
+        requires=_make_requires(_refusal_reasons, HANDLED_FIELDS_WITHOUT_DELTA),
+        backward_requires=_make_requires(_gradient_refusal_reasons, HANDLED_FIELDS_WITHOUT_DELTA),
         priority=_priority,
         cases="ejkernel_cuda.delta_rule.cases:cases_without_delta",
     ),

@@ -1,5 +1,5 @@
 """The FFI calls of the backward pass with a gate per head or none, with the delta rule or without
-(csrc/delta_rule/reverse.cuh and token_gradients.cuh).
+(csrc/delta_rule/reverse.cuh, token_gradients.cuh and group_gradients.cuh).
 """
 
 from typing import Any
@@ -9,12 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.linear_recurrence import LinearRecurrence
+from ejkernel.families.linear_recurrence import LinearRecurrence, num_state_heads
+from ejkernel.families.linear_recurrence.plain_states import backward_with_plain_states
 from ejkernel.types.pullback import Pullback
-from ejkernel_cuda.delta_rule.forward import CHUNK, DeltaResiduals, gates_and_beta, run_forward
+from ejkernel_cuda.delta_rule.forward import CHUNK, DeltaResiduals, factors_and_skip, gates_and_beta, run_forward
 from ejkernel_cuda.library import register_handler
 
+MULTIPROCESSORS = 132
+"""Of a Hopper chip, each of which computes the gradients of one chunk at a time where heads share queries and keys."""
 
+
+@backward_with_plain_states
 def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
     """Returns the gradients of the requested fields of a record.
 
@@ -32,11 +37,37 @@ def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
         residuals = run_forward(record, stores=True)[2]
     cotangent = pullback.cotangent[0].astype(record.query.dtype)
     dwrites, dstates, dinitial = _state_gradients(record, cotangent, pullback.cotangent[1])
-    gradients = _token_gradients(record, residuals, cotangent, dwrites, dstates)
+    if shares_queries_and_keys(record):
+        gradients = _group_gradients(record, residuals.states, cotangent, dstates)
+    else:
+        gradients = _token_gradients(record, residuals, cotangent, dwrites, dstates)
     if record.beta is None:
         gradients["value"] = dwrites
     gradients["initial_state"] = dinitial
     return {name: _sum_to_field(gradients[name], getattr(record, name)) for name in sorted(pullback.grad_fields)}
+
+
+def shares_queries_and_keys(record: LinearRecurrence) -> bool:
+    """Returns whether the kernel that adds up gradients of queries and keys over a group of heads serves a record. It
+    alone computes the gradients of dt and skip, for groups of one head too.
+    """
+    heads, groups = num_state_heads(record), record.query.shape[2]
+    if record.beta is not None or record.key.shape[2] != groups:
+        return False
+    return groups < heads or record.dt is not None or record.skip is not None
+
+
+def num_head_slices(record: LinearRecurrence) -> int:
+    """Returns into how many slices the heads of a group are split, each of which a block computes: as many as make
+    the last block end first, if a head takes one unit of time and what a block does once another one.
+    """
+    (rows, tokens, groups), heads = record.query.shape[:3], num_state_heads(record)
+    blocks, group = rows * cdiv(tokens, CHUNK) * groups, heads // groups
+
+    def duration(slices: int) -> int:
+        return cdiv(blocks * slices, MULTIPROCESSORS) * (group // slices + 1)
+
+    return min((n for n in range(1, group + 1) if group % n == 0), key=duration)
 
 
 def _state_gradients(
@@ -60,6 +91,7 @@ def _state_gradients(
         *(record.query, record.key, cotangent),
         *gates_and_beta(record),
         final_cotangent.astype(jnp.float32),
+        *factors_and_skip(record),
         scale=np.float32(record.softmax_scale),
     )
     return dwrites, dstates, dinitial
@@ -98,6 +130,33 @@ def _token_gradients(
     dquery, dkey, dvalue, dgates, dbeta = call(*inputs, gates, beta, scale=np.float32(record.softmax_scale))
     gradients = {"query": dquery, "key": dkey} | ({"value": dvalue, "beta": dbeta} if has_delta else {})
     return gradients if record.decay is None else gradients | {"decay": dgates[..., None]}
+
+
+def _group_gradients(
+    record: LinearRecurrence, states: jax.Array, cotangent: jax.Array, dstates: jax.Array
+) -> dict[str, jax.Array]:
+    """Returns the gradients of queries and keys, each per slice of a group's heads, in float32 if there are several;
+    and of gates, dt and skip where a record has them, the last per chunk.
+    """
+    gates, (factors, skip) = gates_and_beta(record)[0], factors_and_skip(record)
+    (rows, tokens, groups, keys), slices = record.query.shape, num_head_slices(record)
+    dtype = record.query.dtype if slices == 1 else jnp.float32
+    columns = jax.ShapeDtypeStruct((rows, tokens, groups * slices, keys), dtype)
+    chunk_heads = (rows, cdiv(tokens, CHUNK), cotangent.shape[2])
+    call = jax.ffi.ffi_call(
+        register_handler("ejkernel_delta_rule_group_gradients"),
+        (
+            columns,
+            columns,
+            *(jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (gates, factors)),
+            jax.ShapeDtypeStruct(chunk_heads if skip.size else (0,), jnp.float32),
+        ),
+        vmap_method="sequential",
+    )
+    inputs = (record.query, record.key, record.value, cotangent, states, dstates, gates, factors)
+    dquery, dkey, dgates, dfactors, dskip = call(*inputs, scale=np.float32(record.softmax_scale))
+    gradients = {"query": dquery, "key": dkey, "decay": dgates[..., None], "dt": dfactors, "skip": dskip}
+    return {name: x for name, x in gradients.items() if getattr(record, name) is not None}
 
 
 def _sum_to_field(gradient: jax.Array, field: jax.Array) -> jax.Array:

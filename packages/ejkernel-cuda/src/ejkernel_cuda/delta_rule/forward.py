@@ -70,11 +70,11 @@ def run_forward(record: LinearRecurrence, *, stores: bool) -> tuple[jax.Array, j
         # The leading axes of gates may have size 1, so arrays do not batch alike.
         vmap_method="sequential",
     )
-    skip = None if record.skip is None else record.skip.reshape(heads)
     output, final_states, writes, states = call(
         *(record.query, record.key, record.value),
         *gates_and_beta(record),
-        *(_float32_or_empty(x) for x in (record.initial_state, record.dt, skip)),
+        _float32_or_empty(record.initial_state),
+        *factors_and_skip(record),
         scale=np.float32(record.softmax_scale),
     )
     return output, final_states, DeltaResiduals(writes, states)
@@ -85,6 +85,12 @@ def gates_and_beta(record: LinearRecurrence) -> tuple[jax.Array, jax.Array]:
     decay, shape = record.decay, (*record.query.shape[:2], num_state_heads(record))
     gates = None if decay is None else jnp.broadcast_to(decay[..., 0], shape)
     return _float32_or_empty(gates), _float32_or_empty(record.beta)
+
+
+def factors_and_skip(record: LinearRecurrence) -> tuple[jax.Array, jax.Array]:
+    """Returns dt [B, T, H] and skip [H] in float32; an empty array for the one that a record does not have."""
+    skip = None if record.skip is None else record.skip.reshape(num_state_heads(record))
+    return _float32_or_empty(record.dt), _float32_or_empty(skip)
 
 
 def _float32_or_empty(array: jax.Array | None) -> jax.Array:
