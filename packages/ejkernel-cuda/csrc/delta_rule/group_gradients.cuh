@@ -8,16 +8,16 @@
 // and of the last token also <S after the chunk, dS>. Products with K and Q need the sums over heads alone. What a head
 // needs of them are its sums over rows and columns of P times <q_i, k_j>, which is the same for all heads.
 //
-//   loads    a warp each: tiles by TMA, cumulative gates, <S, dS>, and the gradients of gates and factors of a head
+//   loads    a warp each: tiles by TMA, cumulative gates, and the gradients of gates and factors of a head
 //   queries  one warpgroup, which has dQ as accumulators
-//   keys     one warpgroup, which has dK, and computes P^T, so that both sum up rows
+//   keys     one warpgroup, which has dK, and computes P^T, so that both sum up rows; each multiplies half of S with dS
 #pragma once
 
 #include "delta_rule/token_gradients.cuh"
 
 namespace ejkernel::delta_rule {
 
-constexpr int kGroupThreads = 384, kGroupStoreBarrier = 1, kGroupStoreThreads = 288;
+constexpr int kGroupThreads = 384, kGroupStoreBarrier = 1;
 
 struct GroupGradientCall {
   const float *gates, *factors;  // [B, T, H]; null without
@@ -89,7 +89,7 @@ struct GroupBlock {
   __device__ __forceinline__ void start_barriers() const {
     start_barrier(tokens_barrier(), 1);
     for (int i = 0; i < L::kStages; ++i) {
-      start_barrier(full_barrier(i), 2), start_barrier(free_barrier(i), 10), start_barrier(summed_barrier(i), 9);
+      start_barrier(full_barrier(i), 2), start_barrier(free_barrier(i), 9), start_barrier(summed_barrier(i), 8);
     }
     publish_barriers();
   }
@@ -156,31 +156,6 @@ struct GroupBlock {
     }
   }
 
-  // One warp: E of the last token times <S, dS>.
-  __device__ __forceinline__ void multiply_states() const {
-    Ring<L::kStages> ring;
-    for (int head = 0; head < slice_heads; ++head) {
-      wait_for_phase(full_barrier(ring.index), ring.phase);
-      float* const own = numbers(ring.index);
-      if (call.gates != nullptr) {
-        const char* const tiles = memory + L::kTiles + ring.index * L::kStageBytes;
-        const uint4* const states = reinterpret_cast<const uint4*>(tiles + L::kStates) + lane;
-        const uint4* const dstates = reinterpret_cast<const uint4*>(tiles + L::kDstates) + lane;
-        float sum = 0.0f;
-#pragma unroll 2
-        for (int i = 0; i < L::kStateBytes / 16; i += 32) {
-          sum += TokenGradients<V, false>::product(states[i], dstates[i]);
-        }
-#pragma unroll
-        for (int lanes = 1; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
-        if (lane == 0) own[L::kWarpSums + 8] = sum * exp2_fast(own[L::kSums + 63]);
-      }
-      __syncwarp();
-      if (lane == 0) arrive(free_barrier(ring.index)), arrive(summed_barrier(ring.index));
-      ring.next();
-    }
-  }
-
   // One warp: the gradients of gates, factors and skips of a head, from what the others summed up.
   __device__ __forceinline__ void store_sums() const {
     Ring<L::kStages> ring;
@@ -200,7 +175,7 @@ struct GroupBlock {
       const float2 factors = reinterpret_cast<const float2*>(own + L::kFactors)[lane];
       const float4 ends = reinterpret_cast<const float4*>(own + L::kWarpSums)[0];
       const float4 skips = reinterpret_cast<const float4*>(own + L::kWarpSums)[1];
-      const float state_product = own[L::kWarpSums + 8];
+      const float4 states = reinterpret_cast<const float4*>(own + L::kWarpSums)[2];
       __syncwarp();
       if (lane == 0) arrive(free_barrier(ring.index));
       const float own_first = queries.x - factors.x * keys.x, own_second = queries.y - factors.y * keys.y;
@@ -211,7 +186,8 @@ struct GroupBlock {
         const float earlier_sum = __shfl_up_sync(~0u, sum, lanes);
         if (lane >= lanes) sum += earlier_sum;
       }
-      const float total = __shfl_sync(~0u, sum, 31) + (ends.x + ends.y + (ends.z + ends.w)) + state_product;
+      const float total = __shfl_sync(~0u, sum, 31) + (ends.x + ends.y + (ends.z + ends.w)) +
+                          (states.x + states.y + (states.z + states.w));
       const float dgates[2] = {total - (sum - both), total - (sum - own_second)}, dfactors[2] = {keys.x, keys.y};
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -276,6 +252,7 @@ struct GroupGradients {
     const uint32_t states = tiles + (OfKeys ? L::kDstates : L::kStates);
     const uint64_t state_rows = swizzled_operand(states, kTileBytes);
     float row_sums[2] = {}, pair_row_sums[2] = {}, diagonal = 0.0f;
+    const float state_product = multiply_states(s, numbers);
     float pairs[8][4];
 #pragma unroll
     for (int half = 0; half < V / 64; ++half) {
@@ -307,9 +284,23 @@ struct GroupGradients {
       multiply_and_sum(row_sums, products, values + half * kTileBytes);
       wait_for_products<0, 16>(gradient);
     }
-    store_row_sums(numbers, row_sums, pair_row_sums, diagonal);
+    store_row_sums(numbers, row_sums, pair_row_sums, state_product, diagonal);
     __syncwarp();
     if (lane == 0) arrive(block.free_barrier(s)), arrive(block.summed_barrier(s));
+  }
+
+  // The thread's part of E of the last token times <S, dS>: of half of the elements, each warpgroup has one.
+  __device__ __forceinline__ float multiply_states(int s, const float* numbers) const {
+    if (call.gates == nullptr) return 0.0f;
+    const char* const tiles = block.memory + L::kTiles + s * L::kStageBytes + (OfKeys ? L::kStateBytes / 2 : 0);
+    const int first = warp * 32 + lane;
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < L::kStateBytes / 32 / 128; ++i) {
+      sum += Tokens::product(reinterpret_cast<const uint4*>(tiles + L::kStates)[first + i * 128],
+                             reinterpret_cast<const uint4*>(tiles + L::kDstates)[first + i * 128]);
+    }
+    return sum * exp2_fast(numbers[L::kSums + 63]);
   }
 
   // A number of the thread's rows g and g + 8, which is loaded where it is used: registers are full.
@@ -384,7 +375,8 @@ struct GroupGradients {
 
   // <dQ, Q>, or the gradient of factors, of the head and the warp's rows; and sums over the warp's tokens.
   __device__ __forceinline__ void store_row_sums(float* numbers, const float (&row_sums)[2],
-                                                 const float (&pair_row_sums)[2], float diagonal) const {
+                                                 const float (&pair_row_sums)[2], float state_product,
+                                                 float diagonal) const {
     const float through_states[2] = {row_decay(numbers, 0) * row_sums[0], row_decay(numbers, 1) * row_sums[1]};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -393,14 +385,21 @@ struct GroupGradients {
       sum += __shfl_xor_sync(~0u, sum, 2);
       if (t == 0) numbers[(OfKeys ? L::kKeyRows : L::kQueryRows) + warp * 16 + g + i * 8] = sum;
     }
-    if (OfKeys ? call.gates == nullptr : call.dskip == nullptr) return;
-    float sum = diagonal;
-    if constexpr (OfKeys) {
-      sum = row_number(numbers, L::kFactors, 0) * through_states[0] + row_number(numbers, L::kFactors, 1) * through_states[1];
+    if (call.gates != nullptr) {
+      float sum = state_product;
+      if constexpr (OfKeys) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) sum += row_number(numbers, L::kFactors, i) * through_states[i];
+      }
+      store_warp_sum(numbers + L::kWarpSums + (OfKeys ? 0 : 8), sum);
     }
+    if (!OfKeys && call.dskip != nullptr) store_warp_sum(numbers + L::kWarpSums + 4, diagonal);
+  }
+
+  __device__ __forceinline__ void store_warp_sum(float* to, float sum) const {
 #pragma unroll
     for (int lanes = 1; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
-    if (lane == 0) numbers[L::kWarpSums + (OfKeys ? 0 : 4) + warp] = sum;
+    if (lane == 0) to[warp] = sum;
   }
 
   // Adds the products of the pairs' sum with keys or queries, and stores the gradient.
@@ -428,7 +427,7 @@ struct GroupGradients {
       }
       return;
     }
-    synchronise<kGroupStoreThreads>(kGroupStoreBarrier);  // nothing is read of the stages any more
+    synchronise<256>(kGroupStoreBarrier);  // nothing is read of the stages any more
     const uint32_t tiles = block.stage(0) + (OfKeys ? L::kStates : L::kCotangent);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -461,11 +460,7 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
     give_registers<40>();
     if (threadIdx.x == 0) block.load_tiles();
     if (block.warp == 1) block.load_gates();
-    if (block.warp == 2) {
-      block.multiply_states();
-      if (call.dquery == nullptr) synchronise<kGroupStoreThreads>(kGroupStoreBarrier);
-    }
-    if (block.warp == 3) block.store_sums();
+    if (block.warp == 2) block.store_sums();
   } else if (role == 1) {
     take_registers<232>();
     GroupGradients<V, false> queries(block);
