@@ -12,11 +12,9 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import LinearRecurrence, num_state_heads
 from ejkernel.families.linear_recurrence.plain_states import backward_with_plain_states
 from ejkernel.types.pullback import Pullback
+from ejkernel_cuda.delta_rule import HOPPER_MULTIPROCESSORS
 from ejkernel_cuda.delta_rule.forward import CHUNK, DeltaResiduals, factors_and_skip, gates_and_beta, run_forward
 from ejkernel_cuda.library import register_handler
-
-MULTIPROCESSORS = 132
-"""Of a Hopper chip, each of which computes the gradients of one chunk at a time where heads share queries and keys."""
 
 
 @backward_with_plain_states
@@ -65,7 +63,7 @@ def num_head_slices(record: LinearRecurrence) -> int:
     blocks, group = rows * cdiv(tokens, CHUNK) * groups, heads // groups
 
     def duration(slices: int) -> int:
-        return cdiv(blocks * slices, MULTIPROCESSORS) * (group // slices + 1)
+        return cdiv(blocks * slices, HOPPER_MULTIPROCESSORS) * (group // slices + 1)
 
     return min((n for n in range(1, group + 1) if group % n == 0), key=duration)
 
