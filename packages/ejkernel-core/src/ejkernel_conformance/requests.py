@@ -118,7 +118,7 @@ def may_have_several(family: Family, record: Any) -> bool:
     indexed = any(not running.is_floating(x) for x in array_fields(record).values())
     rows = any(
         x.shape[letters[name].split().index("b")] > 1
-        for name, x in array_fields(record).items()
+        for name, x in family.arrays_with_axes(record).items()
         if "b" in letters[name].split() and len(letters[name].split()) == x.ndim
     )
     return rows or (family.requests is not None and indexed)
@@ -141,7 +141,7 @@ def poisons(family: Family, record: Any, largest: float = np.inf) -> Iterator[Po
 def owners_of(family: Family, record: Any) -> list[Owners]:
     """Returns the owners of a record's arrays and outputs, in each way in which the family describes them."""
     described = family.requests(record) if family.requests is not None else _by_rows(family, record)
-    arrays = array_fields(record)
+    arrays = family.arrays_with_axes(record)
     output = jax.tree.leaves(jax.eval_shape(family.reference, record)[0])
     letters = {name: family.axes_of(record)[name] for name in arrays}
     named = {f"{OUTPUT}.{n}": axes for n, axes in enumerate(jax.tree.leaves(family.axes_of(record)[OUTPUT]))}
@@ -160,7 +160,7 @@ def _by_rows(family: Family, record: Any) -> list[dict[str, Any]]:
     letters = family.axes_of(record)
     sizes = [
         x.shape[letters[name].split().index("b")]
-        for name, x in array_fields(record).items()
+        for name, x in family.arrays_with_axes(record).items()
         if "b" in letters[name].split()
     ]
     return [{"b": np.arange(max(sizes))}] if sizes else []

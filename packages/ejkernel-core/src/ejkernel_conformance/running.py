@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 import weakref
 from collections.abc import Callable, Container
 from typing import Any
@@ -102,8 +103,15 @@ def on_records(subject: Subject, isolates: bool = False) -> Callable[[Any], Any]
 def on_records_with_gradients(subject: Subject, isolates: bool = False) -> Callable[[Any, Any], tuple[Any, Gradients]]:
     """Returns the compiled family call: (record, cotangent) -> (output, gradients)."""
     plan = dataclasses.replace(pinned_plan(subject.op, subject.implementation), isolates_sequences=isolates)
-    names = tuple(sorted(differentiable_fields(subject.op.family, subject.record)))
+    names = _differentiable_leaves(subject)
     return jax.jit(with_gradients(lambda record: differentiable_call(plan, record), names))
+
+
+def _differentiable_leaves(subject: Subject) -> tuple[str, ...]:
+    """Returns the paths of the floating arrays in the record fields that have a gradient."""
+    fields = differentiable_fields(subject.op.family, subject.record)
+    leaves = leaves_by_name(subject.record)
+    return tuple(sorted(path for path, x in leaves.items() if is_floating(x) and re.split(r"[.[]", path)[0] in fields))
 
 
 def on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.families.contract import Family
-from ejkernel.types.arguments import array_fields
 from ejkernel_conformance import running
 from ejkernel_conformance.compare import assert_close
 from ejkernel_conformance.subjects import Subject
@@ -40,7 +39,7 @@ def check_shard(subject: Subject) -> None:
 def last_shard(family: Family, record: Any) -> Any:
     """Returns the record of the last shard; the record itself where nothing can be cut."""
     starts, letters = cuts(family, record), family.axes_of(record)
-    parts = {name: _tail(x, letters[name], starts) for name, x in array_fields(record).items()}
+    parts = {name: _tail(x, letters[name], starts) for name, x in family.arrays_with_axes(record).items()}
     offsets = {letter: jnp.int32(start) for letter, start in starts.items()}
     return family.apply_shard_offsets(dataclasses.replace(record, **parts), offsets)
 
@@ -55,7 +54,7 @@ def cuts(family: Family, record: Any) -> dict[str, int]:
     axes, shardable = family.axes_of(record), family.shardable_axes_of(record)
     sizes = {
         letter: size
-        for name, x in array_fields(record).items()
+        for name, x in family.arrays_with_axes(record).items()
         for letter, size in zip(axes[name].split(), x.shape, strict=True)
         if size > 1 and letter in shardable
     }

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from ejkernel.types.arguments import array_fields
 from ejkernel.types.invariances import depends_on_batch
 
 
@@ -64,7 +65,8 @@ class Family:
             unless given.
         dtype: The dtype `Requires.dtypes` is about; that of the first field unless given.
         head_dims: The sizes `Requires.head_dims` is about; none unless given.
-        axes: Axis letters of `"output"`, and of every array field that the record does not declare with `array`:
+        axes: Axis letters of `"output"`, and of every array field that the record does not declare with `array`
+            or with `arrays_of_function`, which has None:
             `{"query": "b t h d", ...}`, with a tuple of letters where the output is a tuple. A function of the record
             that returns all letters where they follow from it. An output of size 1 along an axis that is split has an
             entry for each shard.
@@ -114,6 +116,11 @@ class Family:
         if not self.differentiable:
             gradients = tuple(name for name, metadata in declared.items() if metadata["gradient"])
             object.__setattr__(self, "differentiable", gradients)
+
+    def arrays_with_axes(self, record: Any) -> dict[str, Any]:
+        """Returns the array fields of a record whose axes have letters; the arrays of functions have none."""
+        letters = self.axes_of(record)
+        return {name: x for name, x in array_fields(record).items() if letters[name] is not None}
 
     def axes_of(self, record: Any) -> Mapping[str, Any]:
         """Returns the axis letters of a record's fields and of `"output"`."""

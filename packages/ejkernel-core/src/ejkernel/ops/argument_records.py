@@ -13,9 +13,10 @@ from jaxtyping import AbstractArray
 from ejkernel.ops.model import CALL_OPTIONS
 from ejkernel.types import MaskInfo
 from ejkernel.types.arguments import arguments, static
+from ejkernel.types.pair_functions import PairFunction
 
-PYTREE_CHILD_TYPES = (jax.Array, AbstractArray, MaskInfo)
-"""The types of arguments that are children of the record's pytree: arrays, and `MaskInfo`, which holds arrays."""
+PYTREE_CHILD_TYPES = (jax.Array, AbstractArray, MaskInfo, PairFunction)
+"""The types of arguments that are children of the record's pytree: arrays, and what holds arrays."""
 
 
 class ArgumentRecord:

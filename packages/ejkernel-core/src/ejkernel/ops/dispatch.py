@@ -9,6 +9,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 
 from ejkernel.families.contract import Family
@@ -312,13 +313,12 @@ def _record_refusals(family: Family, requires: Requires, record: Any) -> Iterato
     for name in non_default_fields(record):
         if name not in requires.handles:
             yield f"{name} is not handled"
-    symbolic = {name: x.shape for name, x in array_fields(record).items() if _is_symbolic(x)}
+    arrays = [(name, x) for name, value in array_fields(record).items() for x in jax.tree.leaves(value)]
+    symbolic = {name: x.shape for name, x in arrays if _is_symbolic(x)}
     if symbolic and not requires.symbolic:
         yield f"sizes of {', '.join(symbolic)} are symbolic"
         return
-    empty = [
-        name for name, x in array_fields(record).items() if any(size == 0 for size in x.shape if type(size) is int)
-    ]
+    empty = [name for name, x in arrays if any(size == 0 for size in x.shape if type(size) is int)]
     if empty and not _has_no_grid(requires.devices):
         yield f"{empty[0]} is empty"
         return

@@ -175,7 +175,9 @@ def _reference_gradients(
         return output if lse_cotangent is None else (output, residuals.lse)
 
     _, pull = jax.vjp(value, {name: getattr(record, name) for name in sorted(grad_fields)})
-    return pull(cotangent if lse_cotangent is None else (cotangent, lse_cotangent))[0]
+    gradients = pull(cotangent if lse_cotangent is None else (cotangent, lse_cotangent))[0]
+    # As the backward passes: the integers of a function of pairs have no gradient.
+    return jax.tree.map(lambda x: None if x.dtype == jax.dtypes.float0 else x, gradients)
 
 
 def _zero_tangent(x: jax.Array) -> Any:

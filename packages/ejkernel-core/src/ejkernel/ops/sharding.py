@@ -132,6 +132,9 @@ def record_specs(letters: AxisLetters, record: Any, mesh_axes_by_letter: Mapping
     specs: dict[str, Any] = {}
     sizes: dict[str, int] = {}
     for name, value in array_fields(record).items():
+        if letters.record[name] is None:  # arrays that every shard needs
+            specs[name] = jax.tree.map(lambda _: PartitionSpec(), value)
+            continue
         axis_letters = letters.record[name].split()
         for letter, size in zip(axis_letters, value.shape, strict=True):
             if size != 1:  # an axis of size 1 broadcasts: it is not split, and is not the size of the letter
@@ -155,8 +158,12 @@ def record_specs(letters: AxisLetters, record: Any, mesh_axes_by_letter: Mapping
                 f"in_specs: axes {one!r} and {other!r} of {letters.op.name} must be split alike, got "
                 f"{mesh_axes_by_letter.get(one, ())} and {mesh_axes_by_letter.get(other, ())}"
             )
-    leaves, structure = jax.tree.flatten(record)
-    return jax.tree.unflatten(structure, [specs[name] for name in array_fields(record)] if leaves else [])
+    ordered = [specs[name] for name in array_fields(record)]
+    return jax.tree.unflatten(jax.tree.structure(record), jax.tree.leaves(ordered, is_leaf=_is_partition_spec))
+
+
+def _is_partition_spec(value: Any) -> bool:
+    return isinstance(value, PartitionSpec)
 
 
 def check_out_specs(letters: AxisLetters, split: Mapping[str, MeshAxes], out_specs: Any, mesh: Any) -> None:
@@ -281,7 +288,7 @@ def _token_shards_of_call(
     """Returns how the tokens of a call, whose axis has a letter, are split, from the record of one device."""
     tokens = max(
         size
-        for name, value in array_fields(local_record).items()
+        for name, value in letters.op.family.arrays_with_axes(local_record).items()
         for each, size in zip(letters.record[name].split(), value.shape, strict=True)
         if each == token_letter
     )
@@ -312,7 +319,7 @@ def _shard_offsets(letters: AxisLetters, local: Any, split: Mapping[str, MeshAxe
     """Returns the index in the whole array of the shard's first element, for every letter that is split."""
     sizes = {
         letter: size
-        for name, value in array_fields(local).items()
+        for name, value in letters.op.family.arrays_with_axes(local).items()
         for letter, size in zip(letters.record[name].split(), value.shape, strict=True)
         if size != 1 or letter not in split
     }

@@ -30,7 +30,19 @@ def array(axes: str, *, gradient: bool = False, default: Any = dataclasses.MISSI
     return dataclasses.field(default=default, metadata={"axes": axes, "gradient": gradient})
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True, eq_default=False, field_specifiers=(static, array))
+def arrays_of_function(*, gradient: bool = False, default: Any = dataclasses.MISSING) -> Any:
+    """Declares a field of a family's record that is a function with arrays in it, all of which every shard needs.
+
+    Args:
+        gradient: Whether its floating arrays have a gradient.
+        default: None for an optional function; without it the field is required.
+    """
+    return dataclasses.field(default=default, metadata={"axes": None, "gradient": gradient})
+
+
+@dataclass_transform(
+    frozen_default=True, kw_only_default=True, eq_default=False, field_specifiers=(static, array, arrays_of_function)
+)
 def arguments(cls: type[T]) -> type[T]:
     """Makes a class a frozen, keyword-only dataclass and a pytree.
 

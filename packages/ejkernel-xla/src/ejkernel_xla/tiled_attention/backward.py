@@ -5,7 +5,7 @@ With p = exp(s - lse), do and dlse the cotangents of output and lse, and delta_i
     dv_j    = sum_i dropout_ij p_ij do_i
     dp_ij   = dropout_ij <do_i, v_j>
     ds_ij   = p_ij (dp_ij - delta_i)
-    dbias   = ds through the soft cap; that of relative_bias is summed over the pairs of a distance
+    dbias   = ds through score_mod and the soft cap; that of relative_bias is summed over the pairs of a distance
     dq_i    = scale sum_j dbias_ij k_j
     dk_j    = scale sum_i dbias_ij q_i
     dsink_h = -sum_i exp(sink_h - lse_i) delta_i
@@ -14,6 +14,8 @@ An output that is not normalised has p = exp(s - row_max) instead, ds_ij = p_ij 
 gradient of the sink: subtracting the maximum is part of its meaning. Its lse is differentiated in a pass of its own.
 """
 
+import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +28,7 @@ from ejkernel.types.pullback import Pullback
 from ejkernel_xla.tiled_attention.config import ChunkedSoftmax
 from ejkernel_xla.tiled_attention.forward import finite
 from ejkernel_xla.tiled_attention.kernels.key_tiles import find_key_tiles
+from ejkernel_xla.tiled_attention.kernels.pair_functions import pull_back_scores
 from ejkernel_xla.tiled_attention.kernels.scores import (
     Scores,
     accumulator,
@@ -70,8 +73,8 @@ def backward(pullback: Pullback, params: ChunkedSoftmax) -> Gradients:
     """Returns gradients of the requested fields of a record.
 
     Args:
-        pullback: Record, residuals, output and its cotangent, and the wanted names, of query, key, value, bias and
-            softmax_aux.
+        pullback: Record, residuals, output and its cotangent, and the wanted names, of query, key, value, bias,
+            relative_bias, score_mod and softmax_aux.
         params: Tile sizes.
 
     Returns:
@@ -82,11 +85,22 @@ def backward(pullback: Pullback, params: ChunkedSoftmax) -> Gradients:
         return unnormalised_gradients(backward, pullback, params)
     fields = {name: getattr(record, name) for name in sorted(pullback.grad_fields)}
     # The gradient of a query is complete after its tile; the other gradients are sums over query tiles.
+    wide = accumulator(record)
     grads = {
-        name: jnp.zeros(x.shape, x.dtype if name == "query" else accumulator(record)) for name, x in fields.items()
+        name: jax.tree.map(functools.partial(_zeros, dtype=x.dtype if name == "query" else wide), x)
+        for name, x in fields.items()
     }
     grads = accumulate(pullback, params, grads)
-    return {name: grads[name].astype(x.dtype) for name, x in fields.items()}
+    return {name: jax.tree.map(_as_dtype_of, x, grads[name]) for name, x in fields.items()}
+
+
+def _zeros(x: jax.Array, dtype: Any) -> jax.Array | None:
+    """Returns zeros for the gradient of an array; None for the integers of a function, which have none."""
+    return jnp.zeros(x.shape, dtype) if jnp.issubdtype(x.dtype, jnp.floating) else None
+
+
+def _as_dtype_of(x: jax.Array, gradient: jax.Array | None) -> jax.Array | None:
+    return None if gradient is None else gradient.astype(x.dtype)
 
 
 def accumulate(pullback: Pullback, params: ChunkedSoftmax, grads: Gradients) -> Gradients:
@@ -175,6 +189,11 @@ def _add_key_tile_gradients(
     if not grads.keys() - {"value"}:
         return grads
     dscores = _score_gradient(record, rows, value, weights, scores, start)
+    if record.score_mod is not None:
+        dscores, captured = pull_back_scores(scores.unmodified, dscores, record, plan, at, tile)
+        if "score_mod" in grads:
+            grads["score_mod"] = _add_captured(grads["score_mod"], captured)
+    dscores = _pull_back_soft_cap(scores, dscores)
     if "bias" in grads:
         grads["bias"] = _add_bias(grads["bias"], dscores, plan, at, start)
     if "relative_bias" in grads:
@@ -194,7 +213,7 @@ def _add_key_tile_gradients(
 def _score_gradient(
     record: TiledAttention, rows: QueryTile, value: jax.Array, weights: jax.Array, scores: Scores, start: jax.Array
 ) -> jax.Array:
-    """Returns gradient of the scaled and biased scores, [b, h, g, t, s]."""
+    """Returns gradient of the scores that the softmax sees, [b, h, g, t, s]."""
     dweights = drop_weights(dot("bhgtv,bhsv->bhgts", rows.cotangent, value, record), rows.dropout, record, start)
     delta = rows.delta[..., None]
     if rows.row_argmax is None:
@@ -202,10 +221,24 @@ def _score_gradient(
     else:
         keys = start + jnp.arange(weights.shape[-1], dtype=jnp.int32)
         dscores = weights * dweights - jnp.where(keys == rows.row_argmax[..., None], delta, 0)
+    # Weights of masked pairs are 0, but dp may be inf there, and 0 x inf is NaN.
+    return dscores if scores.allowed_mask is None else jnp.where(scores.allowed_mask, dscores, 0)
+
+
+def _pull_back_soft_cap(scores: Scores, dscores: jax.Array) -> jax.Array:
+    """Returns gradient of the scaled and biased scores, [b, h, g, t, s]."""
+    if scores.soft_cap_derivative is None and scores.unmodified is None:
+        return dscores
     if scores.soft_cap_derivative is not None:
         dscores = dscores * scores.soft_cap_derivative
-    # Weights of masked pairs are 0, but dp or the slope of the soft cap may be inf there, and 0 x inf is NaN.
+    # A gradient of 0 times a slope of inf is NaN.
     return dscores if scores.allowed_mask is None else jnp.where(scores.allowed_mask, dscores, 0)
+
+
+def _add_captured(function: Any, gradients: tuple[jax.Array | None, ...]) -> Any:
+    """Adds gradients of the arrays in a function; those of integers are None."""
+    added = jax.tree.map(lambda total, x: total + x.astype(total.dtype), function.captured, gradients)
+    return dataclasses.replace(function, captured=added)
 
 
 def _add_bias(bias: jax.Array, dscores: jax.Array, plan: TilePlan, at: OuterStep, start: jax.Array) -> jax.Array:

@@ -17,6 +17,10 @@ DEFAULT_PATTERN_BLOCK = 128
 """Smaller than BLOCK, since small tiles skip more of a pattern's gaps."""
 
 
+DEFAULT_MASK_MOD_BLOCK = 256
+"""Between the two: what a `mask_mod` leaves is known only when its tiles have been asked for."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChunkedSoftmax:
     """The configuration of either pass.
@@ -46,6 +50,8 @@ def heuristic(record: TiledAttention, device: Any, direction: Direction) -> Chun
     """
     if record.pattern is not None:
         return _clamped_blocks(record, DEFAULT_PATTERN_BLOCK, DEFAULT_PATTERN_BLOCK)
+    if record.mask_mod is not None:
+        return _clamped_blocks(record, DEFAULT_MASK_MOD_BLOCK, DEFAULT_MASK_MOD_BLOCK)
     return _clamped_blocks(
         record, DEFAULT_BLOCK, DEFAULT_BLOCK if None in causal_window_bounds(record) else DEFAULT_BLOCK // 2
     )
@@ -81,7 +87,7 @@ def invariance_limits(record: TiledAttention) -> Iterator[str]:
 
 def candidates(record: TiledAttention, device: Any, direction: Direction) -> tuple[ChunkedSoftmax, ...]:
     """Returns tile sizes worth measuring for a record on a device."""
-    small = () if record.pattern is None else ((64, 64), (128, 128))
+    small = () if record.pattern is None and record.mask_mod is None else ((64, 64), (128, 128))
     pairs = (*small, (256, 256), (256, 512), (512, 256), (512, 512), (512, 1024), (1024, 512), (1024, 1024))
     return tuple(dict.fromkeys(_clamped_blocks(record, *pair) for pair in pairs))
 

@@ -165,9 +165,11 @@ def _largest_divisor(n: int, limit: int) -> int:
 
 
 def _heads_differ(record: TiledAttention) -> bool:
-    return record.pattern is not None and record.pattern.heads is not None
+    by_head = record.mask_mod is not None and "h" in record.mask_mod.program.inputs_read
+    return by_head or (record.pattern is not None and record.pattern.heads is not None)
 
 
 def _rows_differ(record: TiledAttention) -> bool:
     per_row = (record.q_segment_ids, record.kv_segment_ids, record.q_positions, record.kv_positions)
-    return any(x is not None and x.shape[0] != 1 for x in per_row)
+    by_row = record.mask_mod is not None and "b" in record.mask_mod.program.inputs_read
+    return by_row or any(x is not None and x.shape[0] != 1 for x in per_row)

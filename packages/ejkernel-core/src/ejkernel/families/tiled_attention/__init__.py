@@ -22,6 +22,7 @@ from ejkernel.families.tiled_attention.record import (
     TiledAttention,
     Window,
     causal_window_bounds,
+    indices_in_call,
     make_dropout_keys,
     query_and_key_positions,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "apply_shard_offsets",
     "apply_soft_cap",
     "causal_window_bounds",
+    "indices_in_call",
     "make_dropout_keys",
     "query_and_key_positions",
     "reference",
@@ -62,7 +64,8 @@ def apply_shard_offsets(record: TiledAttention, offsets: Mapping[str, jax.Array]
     compared = causal_window_bounds(record) != (None, None) or record.alibi_slopes is not None
     if queries is not None and record.q_positions is None and compared:
         moved["q_positions"] = query_and_key_positions(record)[0] + queries
-    if record.dropout_prob > 0.0 or record.pattern is not None or record.relative_bias is not None:
+    by_index = (record.pattern, record.relative_bias, record.score_mod, record.mask_mod)
+    if record.dropout_prob > 0.0 or any(x is not None for x in by_index):
         moved["dropout_origin"] = jnp.stack([jnp.int32(offsets.get(letter, 0)) for letter in "bhts"])
     return dataclasses.replace(record, **moved)
 

@@ -38,7 +38,7 @@ def unnormalised_gradients(
 ) -> dict[str, jax.Array]:
     """Returns the gradients of a pullback whose output is not normalised and whose lse has a cotangent."""
     first, second = (backward(part, config) for part in split_unnormalised_backward(pullback))
-    return {name: first[name] + second[name] for name in sorted(pullback.grad_fields)}
+    return {name: jax.tree.map(jnp.add, first[name], second[name]) for name in sorted(pullback.grad_fields)}
 
 
 def sinks_gradient(pullback: Pullback, delta: jax.Array) -> jax.Array:

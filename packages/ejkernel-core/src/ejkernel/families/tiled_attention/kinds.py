@@ -27,6 +27,8 @@ def call_kind(record: TiledAttention, pad_head_dim: Callable[[int], int] = padde
         "positions": record.q_positions is not None or record.kv_positions is not None,
         "mask": record.mask is not None,
         "pattern": record.pattern is not None,
+        "score_mod": record.score_mod is not None,
+        "mask_mod": record.mask_mod is not None,
         "bias": record.bias is not None,
         "cap": record.logits_soft_cap is not None,
         "dropout": record.dropout_prob > 0.0,

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.planning import dropout
-from ejkernel.types.arguments import arguments, array, static
+from ejkernel.types.arguments import arguments, array, arrays_of_function, static
 from ejkernel.types.integers import NO_LIMIT
+from ejkernel.types.pair_functions import PairFunction
 from ejkernel.types.sparse_masks import Mask
 
 Window = tuple[int | None, int | None]
@@ -28,7 +29,9 @@ class TiledAttention:
         alibi_slopes: [B|1, H] floating: slope m of the term `-m |k - q|` of the scores, k and q the positions.
         relative_bias: [H, 2 R + 1] floating, added to the scores: entry `R + clip(j - i, -R, R)` for query i and key j,
             by their indices in the whole call.
+        score_mod: `(score, b, h, q_idx, k_idx) -> score`, applied to the soft-capped scores; indices in the whole call.
         mask: [B|1, H|1, T|1, S|1] bool, True attends.
+        mask_mod: `(b, h, q_idx, k_idx) -> bool`, True attends; indices in the whole call.
         q_segment_ids: [B, T] int32; with kv_segment_ids: equal ids >= 0 attend, < 0 is padding.
         kv_segment_ids: [B, S] int32.
         q_positions: [B|1, T] int32 that causal and window compare instead of the query index; at most
@@ -37,7 +40,8 @@ class TiledAttention:
         softmax_aux: [H] float32, one sink logit a head.
         dropout_seed: uint32 scalar.
         dropout_origin: [4] int32, global (batch, head, query, key) index of this record's first element, for
-            records that are one shard of a call; None is all zeros. It says which part of `pattern` applies, too.
+            records that are one shard of a call; None is all zeros. It says which part of `pattern` applies, too, and
+            the functions of pairs are given indices that count from it.
         dropout_prob: Probability of dropping a weight, in [0, 1).
         causal: Key position at most query position.
         sliding_window: (left, right), inclusive; None on a side leaves it open.
@@ -55,7 +59,9 @@ class TiledAttention:
     bias: jax.Array | None = array("b h t s", gradient=True, default=None)
     alibi_slopes: jax.Array | None = array("b h", default=None)
     relative_bias: jax.Array | None = array("h r", gradient=True, default=None)
+    score_mod: PairFunction | None = arrays_of_function(gradient=True, default=None)
     mask: jax.Array | None = array("b h t s", default=None)
+    mask_mod: PairFunction | None = arrays_of_function(default=None)
     q_segment_ids: jax.Array | None = array("b t", default=None)
     kv_segment_ids: jax.Array | None = array("b s", default=None)
     q_positions: jax.Array | None = array("b t", default=None)
@@ -105,6 +111,18 @@ def query_and_key_positions(record: TiledAttention) -> tuple[jax.Array, jax.Arra
     q = jnp.arange(record.query.shape[1], dtype=jnp.int32)[None] if q is None else q
     k = jnp.arange(record.key.shape[1], dtype=jnp.int32)[None] if k is None else k
     return q, k
+
+
+def indices_in_call(record: TiledAttention) -> tuple[jax.Array, ...]:
+    """Returns the indices of batch rows, heads, queries and keys in the whole call, int32 [B, 1, 1, 1], ..., [1, 1, 1, S]."""
+    (b, t, h, _), s = record.query.shape, record.key.shape[1]
+    origin = jnp.zeros(4, jnp.int32) if record.dropout_origin is None else record.dropout_origin
+    axes = enumerate((b, h, t, s))
+    return tuple((jnp.arange(n, dtype=jnp.int32) + origin[i]).reshape(_one_axis(i, n)) for i, n in axes)
+
+
+def _one_axis(axis: int, size: Any) -> tuple[Any, ...]:
+    return tuple(size if i == axis else 1 for i in range(4))
 
 
 def make_dropout_keys(record: TiledAttention) -> tuple[jax.Array, jax.Array]:

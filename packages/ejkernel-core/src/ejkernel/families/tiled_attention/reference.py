@@ -6,17 +6,20 @@ For a query row i and key j of one batch row and query head h (KV head `h // (H 
     s_ij = s_ij + relative_bias_h[R + clip(j - i, -R, R)]     i and j the indices in the whole call
     s_ij = s_ij + bias_ij - alibi_slopes_h |k_j - q_i|        q_i and k_j the positions (or the indices without)
     s_ij = cap * tanh(s_ij / cap)                              if logits_soft_cap; -inf stays -inf, and masks
+    s_ij = score_mod(s_ij, b, h, i, j)                         of each pair; b, h, i and j the indices in the whole call
     s_ij = round s_ij to logits_dtype                          derivative 1
     s_ij = -inf                                                unless allowed(i, j)
     p_ij = exp(s_ij) / (exp(softmax_aux_h) + sum_j exp(s_ij))  the sink joins the denominator only
     o_i  = sum_j dropout_ij * p_ij * v_j                       dropout_ij = keep / (1 - dropout_prob)
 
-`allowed(i, j)` is the conjunction of everything present: `mask`, `pattern`, equal segment ids >= 0, `k <= q` if causal
-and `q - left <= k <= q + right` for the window, where q and k are the positions (or the indices without positions).
+`allowed(i, j)` is the conjunction of everything present: `mask`, `mask_mod(b, h, i, j)`, `pattern`, equal segment
+ids >= 0, `k <= q` if causal and `q - left <= k <= q + right` for the window, where q and k are the positions (or the
+indices without positions).
 A row with nothing to attend gives output 0, gradient 0 and lse -inf (the sink's logit if there is one).
 
 Sources: Vaswani et al. 2017 (attention); Milakov & Gimelshein 2018 and Dao et al. 2022 (online softmax, backward by
-recomputation); Xiao et al. 2023 (attention sinks); Press et al. 2022, arXiv:2108.12409 (ALiBi).
+recomputation); Xiao et al. 2023 (attention sinks); Press et al. 2022, arXiv:2108.12409 (ALiBi); Dong et al. 2024,
+arXiv:2412.05496 (functions of scores and pairs).
 """
 
 from typing import Any
@@ -29,6 +32,7 @@ from ejkernel.families.tiled_attention.record import (
     SoftmaxResiduals,
     TiledAttention,
     causal_window_bounds,
+    indices_in_call,
     query_and_key_positions,
 )
 from ejkernel.families.tiled_attention.scores import apply_soft_cap, round_to_logits_dtype
@@ -79,6 +83,8 @@ def reference_scores(record: TiledAttention, accumulator_dtype: Any) -> tuple[ja
         scores = scores - record.alibi_slopes.astype(accumulator_dtype)[:, :, None, None] * distance
     if record.logits_soft_cap is not None:
         scores = apply_soft_cap(scores, record.logits_soft_cap)
+    if record.score_mod is not None:
+        scores = record.score_mod.of_pairs(scores, *indices_in_call(record)).astype(accumulator_dtype)
     if record.logits_dtype != jnp.float32:
         scores = round_to_logits_dtype(record.logits_dtype, scores)
     return scores, _allowed_pairs(record)
@@ -107,6 +113,8 @@ def _allowed_pairs(record: TiledAttention) -> jax.Array:
         allowed &= (q_ids == k_ids) & (q_ids >= 0)
     if record.pattern is not None:
         allowed &= _pattern_allows(record, record.pattern)
+    if record.mask_mod is not None:
+        allowed &= record.mask_mod.of_pairs(*indices_in_call(record))
     return allowed if record.mask is None else allowed & record.mask
 
 

@@ -1,6 +1,6 @@
 """Flash attention: exact softmax attention in memory linear in the sequence length."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -38,6 +38,7 @@ from ejkernel.ops.values import Condition
 from ejkernel.planning import packing
 from ejkernel.types import MaskInfo
 from ejkernel.types.integers import clamp_positions, exact_segment_ids
+from ejkernel.types.pair_functions import PairFunction, mask_function, score_function
 
 
 @document_options
@@ -59,6 +60,8 @@ def flash_attention(
     | None = None,
     alibi_slopes: Float[Array, " h"] | Float[Array, "#b h"] | None = None,
     relative_bias: Float[Array, "h r"] | None = None,
+    score_mod: Callable[..., Array] | PairFunction | None = None,
+    mask_mod: Callable[..., Array] | PairFunction | None = None,
     softmax_scale: float | None = None,
     dropout_prob: float = 0.0,
     causal: bool = False,
@@ -105,6 +108,11 @@ def flash_attention(
             `R + clip(j - i, -R, R)` for query i and key j, as T5 has it for each bucket of distances. Needs no bias in
             memory. Positions are indices: not with `mask_info` that gives positions, or with `cum_seqlens_k`.
             Differentiable.
+        score_mod: `(score, b, h, q_idx, k_idx) -> score`, a function of scalars that replaces each score after the soft
+            cap. It may close over arrays, traced or not, and their gradients are computed; -inf masks. Indices count
+            rows, query heads and tokens of the whole call, not positions.
+        mask_mod: `(b, h, q_idx, k_idx) -> bool`, True where a pair attends; together with everything else. It may close
+            over arrays. Tiles of pairs that do not attend are skipped.
         softmax_scale: Factor on the scores; None means `D ** -0.5`.
         dropout_prob: Probability in [0, 1) of dropping a softmax weight; kept ones are scaled by `1 / (1 - p)`.
         causal: Key position at most query position. Positions count from the first token of each side (top-left),
@@ -156,6 +164,7 @@ class FlashAttentionArguments(ArgumentRecord, of=flash_attention):
             "normalize_output": as_flag("normalize_output", self.normalize_output),
             "precision": as_precision("precision", self.precision),
             "logits_dtype": as_float_dtype("logits_dtype", self.logits_dtype),
+            **pair_functions(self.score_mod, self.mask_mod, self.query),
         }
         for name, value in canonical.items():
             object.__setattr__(self, name, value)
@@ -164,6 +173,19 @@ class FlashAttentionArguments(ArgumentRecord, of=flash_attention):
             lengths = getattr(self, name)
             if lengths is not None and getattr(side, "ndim", 0) == 4 and self.block_tables is None:
                 check_cumulative_lengths(name, lengths, *side.shape[:2])
+
+
+def pair_functions(score_mod: Any, mask_mod: Any, query: Any) -> dict[str, PairFunction | None]:
+    """Returns a caller's functions of pairs with the arrays that they close over as arguments of the call.
+
+    Raises:
+        ValueError: One has other parameters, or another result.
+    """
+    scores = jnp.promote_types(getattr(query, "dtype", jnp.float32), jnp.float32)
+    return {
+        "score_mod": score_function("score_mod", score_mod, scores),
+        "mask_mod": mask_function("mask_mod", mask_mod),
+    }
 
 
 def flash_call(**fields: Any) -> FlashAttentionArguments:
@@ -230,7 +252,9 @@ def lower(args: FlashAttentionArguments) -> TiledAttention:
         bias=args.bias,
         alibi_slopes=slopes if slopes is None or slopes.ndim == 2 else slopes[None],
         relative_bias=args.relative_bias,
+        score_mod=args.score_mod,
         mask=_combined_mask(args),
+        mask_mod=args.mask_mod,
         q_segment_ids=q_ids,
         kv_segment_ids=k_ids,
         q_positions=q_positions,

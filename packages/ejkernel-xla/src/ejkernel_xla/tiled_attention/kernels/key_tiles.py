@@ -5,8 +5,8 @@
 
 `ejkernel.families.tiled_attention.tile_pairs` sorts the tile pairs, once per call, into empty, full and partial ones.
 Without explicit positions and segment ids this is arithmetic at trace time; otherwise the tables are traced, and loop
-bounds follow the values. Windows, causal order and segments leave a contiguous run of tiles. Those of a pattern need
-not be contiguous, and `ejkernel_xla.tiled_attention.kernels.patterns` lists them.
+bounds follow the values. Windows, causal order and segments leave a contiguous run of tiles. Those of a pattern or of
+a `mask_mod` need not be contiguous, and `ejkernel_xla.tiled_attention.kernels.patterns` lists them.
 """
 
 import dataclasses
@@ -72,8 +72,8 @@ def find_key_tiles(record: TiledAttention, plan: TilePlan) -> KeyTileRuns | KeyT
     if plan.queries.symbolic or plan.keys.symbolic:
         return _all_key_tiles(record, plan)
     some, every, traced = _classify_tiles(record, plan)
-    if record.pattern is not None:
-        return list_key_tiles(record, record.pattern, plan, some, every)
+    if record.pattern is not None or record.mask_mod is not None:
+        return list_key_tiles(record, plan, some, every)
     first, full_start, full_end, last = nonempty_and_full_tile_runs(some, every, jnp if traced else np)
     any_full = record.mask is None and (traced or bool((full_end > full_start).any()))
     any_partial = traced or bool((last - first > full_end - full_start).any())

@@ -1,9 +1,10 @@
-"""The key tiles of a query tile under a sparse pattern: a list for every query tile.
+"""The key tiles of a query tile under a sparse pattern or a `mask_mod`: a list for every query tile.
 
     query tile 0    [ full, full, partial | . . ]          lists have the length of the longest; full tiles come first
     query tile 1    [ full, partial, partial, partial | . ]
 
-The block map of a pattern is computed on the host, once for every pattern and cutting. A record that is one shard of a
+The block map of a pattern is computed on the host, once for every pattern and cutting; that of a `mask_mod` may depend
+on traced arrays. A record that is one shard of a
 call looks up its shard in the tables of the whole call.
 """
 
@@ -20,6 +21,7 @@ from jax import lax
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.families.tiled_attention.block_maps import BlockMap, block_lists, classify_pattern_tiles
 from ejkernel.types.sparse_masks import Mask, MultiHeadMask
+from ejkernel_xla.tiled_attention.kernels.pair_functions import tiles_of_mask
 from ejkernel_xla.tiled_attention.plan import OuterStep, TiledAxis, TilePlan
 
 Carry = TypeVar("Carry")
@@ -62,25 +64,28 @@ def _may_have_tiles(table: Any) -> bool:
     return not isinstance(table, np.ndarray) or bool(table.any())
 
 
-def list_key_tiles(
-    record: TiledAttention, pattern: Mask, plan: TilePlan, any_allowed: Any, all_allowed: Any
-) -> KeyTileLists:
-    """Lists the tiles that a pattern leaves of those that everything else leaves.
+def list_key_tiles(record: TiledAttention, plan: TilePlan, any_allowed: Any, all_allowed: Any) -> KeyTileLists:
+    """Lists the tiles that pattern and `mask_mod` leave of those that everything else leaves.
 
     Args:
         record: The canonical arguments.
-        pattern: Its pattern.
         plan: How it is cut.
-        any_allowed: Tile pairs that may have work without the pattern, bool [chunks | 1, query tiles, key tiles].
+        any_allowed: Tile pairs that may have work without the two, bool [chunks | 1, query tiles, key tiles].
         all_allowed: Those of them that are full.
     """
-    reached, filled = _pattern_tiles(record, pattern, plan)
-    any_allowed, all_allowed = any_allowed[:, None] & reached, all_allowed[:, None] & filled
-    reachable = (
-        any_allowed.reshape(-1, *any_allowed.shape[2:])
-        if isinstance(any_allowed, np.ndarray)
-        else _reachable(pattern, plan)
-    )
+    any_allowed, all_allowed = any_allowed[:, None], all_allowed[:, None]
+    reachable = np.ones((1, *any_allowed.shape[2:]), bool)
+    if record.pattern is not None:
+        reached, filled = _pattern_tiles(record, record.pattern, plan)
+        any_allowed, all_allowed = any_allowed & reached, all_allowed & filled
+        reachable = _reachable(record.pattern, plan)
+    if record.mask_mod is not None:
+        reached, filled = tiles_of_mask(record, record.mask_mod, plan)
+        any_allowed, all_allowed = any_allowed & reached, all_allowed & filled
+        if isinstance(reached, np.ndarray):
+            reachable = reachable & reached.any(axis=(0, 1))
+    if isinstance(any_allowed, np.ndarray):
+        reachable = any_allowed.reshape(-1, *any_allowed.shape[2:])
     lists = block_lists(
         BlockMap(any_allowed=any_allowed, all_allowed=all_allowed, mask_ids=None, tile_masks=None, reachable=reachable)
     )

@@ -14,6 +14,7 @@ from ejkernel.families.tiled_attention import FAR, TiledAttention, causal_window
 from ejkernel.planning import dropout
 from ejkernel.planning.precision import product_precision
 from ejkernel.types.sparse_masks import Mask, MultiHeadMask
+from ejkernel_xla.tiled_attention.kernels.pair_functions import modify_scores, pairs_in_mask
 from ejkernel_xla.tiled_attention.plan import OuterStep, TiledAxis, TilePlan, take
 
 
@@ -24,11 +25,13 @@ class Scores(NamedTuple):
         value: What the softmax sees; -inf where not allowed.
         soft_cap_derivative: Derivative of the soft cap, None without it.
         allowed_mask: bool, broadcastable to the scores; None when all are.
+        unmodified: What `score_mod` was given; None without it.
     """
 
     value: jax.Array
     soft_cap_derivative: jax.Array | None
     allowed_mask: jax.Array | None
+    unmodified: jax.Array | None
 
 
 def accumulator(record: TiledAttention) -> Any:
@@ -127,10 +130,13 @@ def compute_scores(
         scores, slope = record.logits_soft_cap * bounded, 1 - bounded * bounded
         if record.bias is not None:  # tanh(-inf) is -1, and what a bias of -inf hides would be attended to
             scores = jnp.where(masked, -jnp.inf, scores)
+    unmodified = scores
+    if record.score_mod is not None:
+        scores = modify_scores(record.score_mod, scores, record, plan, at, tile)
     # Rounded as a kernel that keeps its logits in that dtype rounds them, before masks.
     if record.logits_dtype != jnp.float32:
         scores = round_to_logits_dtype(record.logits_dtype, scores)
-    return Scores(scores, slope, None)
+    return Scores(scores, slope, None, None if record.score_mod is None else unmodified)
 
 
 def _alibi_bias(slopes: jax.Array, record: TiledAttention, plan: TilePlan, at: OuterStep, tile: jax.Array) -> jax.Array:
@@ -173,7 +179,7 @@ def mask(scores: Scores, allowed: jax.Array | None) -> Scores:
     """Returns scores with -inf where not allowed."""
     if allowed is None:
         return scores
-    return Scores(jnp.where(allowed, scores.value, -jnp.inf), scores.soft_cap_derivative, allowed)
+    return scores._replace(value=jnp.where(allowed, scores.value, -jnp.inf), allowed_mask=allowed)
 
 
 def allowed_pairs(record: TiledAttention, plan: TilePlan, at: OuterStep, tile: jax.Array) -> jax.Array | None:
@@ -189,6 +195,8 @@ def allowed_pairs(record: TiledAttention, plan: TilePlan, at: OuterStep, tile: j
         terms.append(q[:, None, None, :, None] == k[:, None, None, None, :])
     if record.mask is not None:
         terms.append(load_pairs(record.mask, plan, at, tile))
+    if record.mask_mod is not None:
+        terms.append(pairs_in_mask(record.mask_mod, plan, at, tile, record.dropout_origin))
     if record.pattern is not None:
         terms.append(_in_pattern(record, record.pattern, plan, at, tile))
     if plan.keys.has_overlapping_tiles:

@@ -1,0 +1,255 @@
+"""Functions of a query and a key that a caller writes: `score_mod` changes a score, `mask_mod` says who attends.
+
+A caller's function has scalars as arguments, and reads arrays by closing over them. `PairFunction` is that function as
+a value that JAX can see through: the arrays that it closes over are leaves of a pytree, so that `jit`, `vmap`, `grad`
+and `shard_map` treat them as they treat a query, and the rest is a program that is compared by what it computes, so
+that two equal functions are compiled once.
+
+The argument names and meanings are those of `torch.nn.attention.flex_attention`.
+"""
+
+import dataclasses
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+
+from ejkernel import _compat
+from ejkernel.types.arguments import arguments, static
+
+INDEX_NAMES = ("b", "h", "q_idx", "k_idx")
+"""The integer arguments of the functions, in order: batch row, query head, query and key, by index in the call."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PairProgram:
+    """What a function of a pair computes, apart from the arrays that it closes over.
+
+    Attributes:
+        jaxpr: Its constants are the arrays that the function closes over; its inputs are scalars, in order the score,
+            if it has one, and the four indices.
+    """
+
+    jaxpr: Jaxpr
+
+    @functools.cached_property
+    def key(self) -> Hashable:
+        """Returns a key that is equal for programs that compute the same."""
+        return _jaxpr_key(self.jaxpr)
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, PairProgram) and self._hash == other._hash and self.key == other.key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        names = sorted({eqn.primitive.name for eqn in self.jaxpr.eqns})
+        return f"PairProgram({','.join(names)})"
+
+    @functools.cached_property
+    def inputs_read(self) -> frozenset[str]:
+        """Returns the names of the indices that the result may depend on."""
+        return frozenset(name for name, variable in self._indices() if self._depends_on(variable))
+
+    def _indices(self) -> Iterator[tuple[str, Any]]:
+        return zip(INDEX_NAMES, self.jaxpr.invars[-len(INDEX_NAMES) :], strict=True)
+
+    def _depends_on(self, variable: Any) -> bool:
+        reached = {variable}
+        for eqn in self.jaxpr.eqns:
+            if any(not isinstance(x, Literal) and x in reached for x in eqn.invars):
+                reached.update(eqn.outvars)
+        return any(not isinstance(x, Literal) and x in reached for x in self.jaxpr.outvars)
+
+
+@arguments
+class PairFunction:
+    """A function of a query and a key: scalars in, a scalar out.
+
+    Attributes:
+        captured: The arrays that the caller's function closes over.
+        program: What it computes.
+    """
+
+    captured: tuple[Any, ...]
+    program: PairProgram = static()
+
+    def __call__(self, *scalars: Any) -> jax.Array:
+        """Returns the result for the scalars: the score, if the function has one, and the four indices."""
+        jaxpr = self.program.jaxpr
+        captured = [_as_dtype_of(v, x) for v, x in zip(jaxpr.constvars, self.captured, strict=True)]
+        inputs = [_as_dtype_of(v, x) for v, x in zip(jaxpr.invars, scalars, strict=True)]
+        return jaxpr_as_fun(ClosedJaxpr(jaxpr, captured))(*inputs)[0]
+
+    def of_pairs(self, *arrays: jax.Array) -> jax.Array:
+        """Returns the results for arrays of one rank, whose axes of size 1 broadcast.
+
+        An argument that broadcasts along an axis is computed with once for that axis: masks that do not depend on the
+        head are computed for one head.
+        """
+        return _call_elementwise(self, arrays)
+
+
+def score_function(name: str, function: Any, dtype: Any) -> PairFunction | None:
+    """Returns a caller's `score_mod` as a `PairFunction`; None for None.
+
+    Args:
+        name: The argument's name, for messages.
+        function: `(score, b, h, q_idx, k_idx) -> score`.
+        dtype: The dtype of the scores.
+
+    Raises:
+        ValueError: It is no function of these arguments, or its result is no real scalar.
+    """
+    if function is None or isinstance(function, PairFunction):
+        return function
+    made = _traced(name, function, ("score", *INDEX_NAMES), jnp.dtype(dtype))
+    result = made.program.jaxpr.outvars[0].aval
+    if result.shape or not jnp.issubdtype(result.dtype, jnp.floating):
+        raise ValueError(f"{name}: got a function that returns {result.str_short()}, wants a floating scalar")
+    return made
+
+
+def mask_function(name: str, function: Any) -> PairFunction | None:
+    """Returns a caller's `mask_mod` as a `PairFunction`; None for None.
+
+    Its result has no derivative, so nothing is differentiated through the arrays that it closes over.
+
+    Args:
+        name: The argument's name, for messages.
+        function: `(b, h, q_idx, k_idx) -> bool`, True where the pair attends.
+
+    Raises:
+        ValueError: It is no function of these arguments, or its result is no bool scalar.
+    """
+    if function is None or isinstance(function, PairFunction):
+        return function
+    made = _traced(name, function, INDEX_NAMES)
+    result = made.program.jaxpr.outvars[0].aval
+    if result.shape or result.dtype != jnp.bool_:
+        raise ValueError(f"{name}: got a function that returns {result.str_short()}, wants a bool scalar")
+    return dataclasses.replace(made, captured=tuple(jax.lax.stop_gradient(x) for x in made.captured))
+
+
+_traced_functions: weakref.WeakKeyDictionary[Any, dict[Hashable, PairFunction]] = weakref.WeakKeyDictionary()
+"""Functions that close over no tracer; as for `jax.jit`, what a function closes over is not to change."""
+
+
+def _traced(name: str, function: Any, parameters: tuple[str, ...], score: Any = None) -> PairFunction:
+    """Returns the function as a `PairFunction`, traced with scalars."""
+    if not callable(function):
+        raise ValueError(f"{name}: got {type(function).__name__}, wants a function ({', '.join(parameters)})")
+    _check_parameters(name, function, parameters)
+    key = (parameters, score, jax.config.values["jax_enable_x64"])
+    try:
+        known = _traced_functions.setdefault(function, {})
+    except TypeError:  # an object of a class without weak references
+        known = {}
+    if key not in known:
+        scalars = [jax.ShapeDtypeStruct((), score if name == "score" else jnp.int32) for name in parameters]
+        closed = jax.make_jaxpr(function)(*scalars)
+        if len(closed.jaxpr.outvars) != 1:
+            raise ValueError(f"{name}: got a function with {len(closed.jaxpr.outvars)} results, wants one scalar")
+        captured = tuple(map(jnp.asarray, closed.consts))
+        made = PairFunction(captured=captured, program=PairProgram(closed.jaxpr))
+        if any(map(_compat.is_tracer, captured)):
+            return made
+        known[key] = made
+    return known[key]
+
+
+def _check_parameters(name: str, function: Any, parameters: tuple[str, ...]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some builtins have none
+        return
+    try:
+        signature.bind(*parameters)
+    except TypeError:
+        wants = ", ".join(parameters)
+        raise ValueError(f"{name}: got a function of {signature}, wants one of ({wants})") from None
+
+
+def _as_dtype_of(variable: Any, x: Any) -> Any:
+    """Returns an argument in the dtype with which the function was traced."""
+    dtype = variable.aval.dtype
+    return jnp.asarray(x).astype(dtype) if jnp.issubdtype(dtype, jnp.number) else x
+
+
+def _call_elementwise(function: Callable[..., jax.Array], arrays: tuple[jax.Array, ...]) -> jax.Array:
+    if not arrays[0].ndim:
+        return function(*arrays)
+    axes = [None if x.shape[0] == 1 else 0 for x in arrays]
+    arrays = tuple(x[0] if axis is None else x for x, axis in zip(arrays, axes, strict=True))
+
+    def inner(*parts: jax.Array) -> jax.Array:
+        return _call_elementwise(function, parts)
+
+    return inner(*arrays)[None] if all(axis is None for axis in axes) else jax.vmap(inner, in_axes=axes)(*arrays)
+
+
+def _jaxpr_key(jaxpr: Jaxpr) -> Hashable:
+    """Returns a key of what a jaxpr computes, in which variables are numbered in the order of their first use."""
+    numbers: dict[Any, int] = {}
+
+    def place(x: Any) -> Hashable:
+        if isinstance(x, Literal):
+            return str(x.aval), _value_key(np.asarray(x.val))
+        return numbers.setdefault(x, len(numbers))
+
+    inputs = tuple((place(x), str(x.aval)) for x in (*jaxpr.constvars, *jaxpr.invars))
+    steps = tuple(
+        (
+            eqn.primitive,
+            tuple(map(place, eqn.invars)),
+            tuple((place(x), str(x.aval)) for x in eqn.outvars),
+            tuple((name, _value_key(value)) for name, value in sorted(eqn.params.items())),
+        )
+        for eqn in jaxpr.eqns
+    )
+    return inputs, steps, tuple(map(place, jaxpr.outvars))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _SameObject:
+    """A key of an object that is equal to nothing but itself, and keeps it alive."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _SameObject) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _value_key(value: Any) -> Hashable:
+    """Returns a key of a parameter of an operation; values that cannot be compared are equal to themselves alone."""
+    if isinstance(value, ClosedJaxpr):
+        return _jaxpr_key(value.jaxpr), tuple(map(_SameObject, value.consts))
+    if isinstance(value, Jaxpr):
+        return _jaxpr_key(value)
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.shape, value.tobytes() if value.dtype != object else _SameObject(value)
+    if isinstance(value, tuple | list):
+        return type(value), tuple(map(_value_key, value))
+    if isinstance(value, dict):
+        return dict, tuple(sorted((str(name), _value_key(x)) for name, x in value.items()))
+    if isinstance(value, float):
+        return float, value.hex()
+    try:
+        hash(value)
+    except TypeError:
+        return _SameObject(value)
+    return type(value), value
