@@ -37,6 +37,8 @@ def test_positional_arguments_and_options_are_the_promised_ones():
         "attention_mask",
         "alibi_slopes",
         "relative_bias",
+        "score_mod",
+        "mask_mod",
         "softmax_scale",
         "dropout_prob",
         "causal",

@@ -115,7 +115,7 @@ def score_function(name: str, function: Any, dtype: Any) -> PairFunction | None:
     if function is None or isinstance(function, PairFunction):
         return function
     made = _traced(name, function, ("score", *INDEX_NAMES), jnp.dtype(dtype))
-    result = made.program.jaxpr.outvars[0].aval
+    result: Any = made.program.jaxpr.outvars[0].aval
     if result.shape or not jnp.issubdtype(result.dtype, jnp.floating):
         raise ValueError(f"{name}: got a function that returns {result.str_short()}, wants a floating scalar")
     return made
@@ -136,7 +136,7 @@ def mask_function(name: str, function: Any) -> PairFunction | None:
     if function is None or isinstance(function, PairFunction):
         return function
     made = _traced(name, function, INDEX_NAMES)
-    result = made.program.jaxpr.outvars[0].aval
+    result: Any = made.program.jaxpr.outvars[0].aval
     if result.shape or result.dtype != jnp.bool_:
         raise ValueError(f"{name}: got a function that returns {result.str_short()}, wants a bool scalar")
     return dataclasses.replace(made, captured=tuple(jax.lax.stop_gradient(x) for x in made.captured))

@@ -189,15 +189,7 @@ def _add_key_tile_gradients(
     if not grads.keys() - {"value"}:
         return grads
     dscores = _score_gradient(record, rows, value, weights, scores, start)
-    if record.score_mod is not None:
-        dscores, captured = pull_back_scores(scores.unmodified, dscores, record, plan, at, tile)
-        if "score_mod" in grads:
-            grads["score_mod"] = _add_captured(grads["score_mod"], captured)
-    dscores = _pull_back_soft_cap(scores, dscores)
-    if "bias" in grads:
-        grads["bias"] = _add_bias(grads["bias"], dscores, plan, at, start)
-    if "relative_bias" in grads:
-        grads["relative_bias"] = _add_relative_bias(grads["relative_bias"], dscores, record, plan, at, tile)
+    dscores = _add_gradients_of_terms(record, plan, at, tile, scores, dscores, grads)
     # Otherwise the query tile carries the scale: dk has it by the product, and dq gets it once per tile in
     # `_store_query_tile_gradients`.
     if not folds_scale(record):
@@ -208,6 +200,31 @@ def _add_key_tile_gradients(
     if "key" in grads:
         grads["key"] = add(grads["key"], where, dot("bhgts,bhgtd->bshd", dscores, rows.query, record))
     return grads
+
+
+def _add_gradients_of_terms(
+    record: TiledAttention,
+    plan: TilePlan,
+    at: OuterStep,
+    tile: jax.Array,
+    scores: Scores,
+    dscores: jax.Array,
+    grads: Gradients,
+) -> jax.Array:
+    """Puts the gradients of what changes scores into `grads`, and returns that of the scaled scores, [b, h, g, t, s].
+
+    `dscores` is the gradient of the scores that the softmax sees.
+    """
+    start = plan.keys.start(tile)
+    if scores.unmodified is not None:
+        dscores, captured = pull_back_scores(scores.unmodified, dscores, record, plan, at, tile)
+        grads |= _add_captured(grads, captured)
+    dscores = _pull_back_soft_cap(scores, dscores)
+    if "bias" in grads:
+        grads["bias"] = _add_bias(grads["bias"], dscores, plan, at, start)
+    if "relative_bias" in grads:
+        grads["relative_bias"] = _add_relative_bias(grads["relative_bias"], dscores, record, plan, at, tile)
+    return dscores
 
 
 def _score_gradient(
@@ -235,10 +252,15 @@ def _pull_back_soft_cap(scores: Scores, dscores: jax.Array) -> jax.Array:
     return dscores if scores.allowed_mask is None else jnp.where(scores.allowed_mask, dscores, 0)
 
 
-def _add_captured(function: Any, gradients: tuple[jax.Array | None, ...]) -> Any:
-    """Adds gradients of the arrays in a function; those of integers are None."""
+def _add_captured(grads: Gradients, gradients: tuple[jax.Array | None, ...]) -> Gradients:
+    """Returns the gradient of `score_mod`, if it is asked for, with those of its arrays added; those of integers are
+    None.
+    """
+    if "score_mod" not in grads:
+        return {}
+    function: Any = grads["score_mod"]
     added = jax.tree.map(lambda total, x: total + x.astype(total.dtype), function.captured, gradients)
-    return dataclasses.replace(function, captured=added)
+    return {"score_mod": dataclasses.replace(function, captured=added)}
 
 
 def _add_bias(bias: jax.Array, dscores: jax.Array, plan: TilePlan, at: OuterStep, start: jax.Array) -> jax.Array:

@@ -114,7 +114,9 @@ def query_and_key_positions(record: TiledAttention) -> tuple[jax.Array, jax.Arra
 
 
 def indices_in_call(record: TiledAttention) -> tuple[jax.Array, ...]:
-    """Returns the indices of batch rows, heads, queries and keys in the whole call, int32 [B, 1, 1, 1], ..., [1, 1, 1, S]."""
+    """Returns the indices of batch rows, heads, queries and keys in the whole call, int32 [B, 1, 1, 1], [1, H, 1, 1],
+    [1, 1, T, 1] and [1, 1, 1, S].
+    """
     (b, t, h, _), s = record.query.shape, record.key.shape[1]
     origin = jnp.zeros(4, jnp.int32) if record.dropout_origin is None else record.dropout_origin
     axes = enumerate((b, h, t, s))

@@ -13,7 +13,7 @@ from ejkernel.families import tiled_attention
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.modules.operations.cases import blocksparse_attention as cases
 from ejkernel.modules.operations.configuration.attention import BlockSparseAttentionConfig
-from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
+from ejkernel.modules.operations.flash_attention import FlashAttentionArguments, pair_functions
 from ejkernel.modules.operations.flash_attention import lower as lower_flash
 from ejkernel.modules.operations.flash_attention import validate as validate_flash
 from ejkernel.modules.operations.shared import conventions
@@ -35,6 +35,7 @@ from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.planning import packing
 from ejkernel.types import MaskInfo
 from ejkernel.types.integers import clamp_positions
+from ejkernel.types.pair_functions import PairFunction
 from ejkernel.types.sparse_masks import Mask, MultiHeadMask, diagonal_range_of
 
 
@@ -86,6 +87,8 @@ def blocksparse_attention(
     *,
     mask_info: MaskInfo | None = None,
     attention_mask: Bool[Array, "#b #h #t #s"] | Integer[Array, "#b #h #t #s"] | None = None,
+    score_mod: Callable[..., Array] | PairFunction | None = None,
+    mask_mod: Callable[..., Array] | PairFunction | None = None,
     sequence_parallelism_mesh_axis_name: str | None = None,
     logits_soft_cap: float | None = None,
     qkv_layouts: Any = None,
@@ -111,8 +114,8 @@ def blocksparse_attention(
     `ejkernel.families.tiled_attention`; sparse patterns are from Child et al. 2019 (arXiv:1904.10509). Time grows with
     the tiles that hold an attending pair, memory with the lengths.
 
-    Everything that restricts pairs applies together: `mask_builder`, `mask_info`, `attention_mask`, `causal`,
-    `sliding_window` and `chunk_size`.
+    Everything that restricts pairs applies together: `mask_builder`, `mask_mod`, `mask_info`, `attention_mask`,
+    `causal`, `sliding_window` and `chunk_size`.
 
     Over devices, batch, heads and queries can be split; keys and head size cannot.
 
@@ -125,6 +128,8 @@ def blocksparse_attention(
         bias: [B|1, H|1, T|1, S|1] floating, added to the scaled scores before the soft cap; -inf masks. Differentiable.
         mask_info: Mask, segments and positions.
         attention_mask: [B|1, H|1, T|1, S|1], True (or nonzero) attends; every head of it counts.
+        score_mod: `(score, b, h, q_idx, k_idx) -> score`, as `flash_attention` has it. Differentiable.
+        mask_mod: `(b, h, q_idx, k_idx) -> bool`, as `flash_attention` has it; with `mask_builder`, both apply.
         sequence_parallelism_mesh_axis_name: Refused; the spec of query in `in_specs` says what splits the queries.
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
         qkv_layouts: Refused: bounds of blocks depend on block sizes, which change no answer here.
@@ -184,6 +189,7 @@ class BlockSparseAttentionArguments(ArgumentRecord, of=blocksparse_attention):
             "causal": as_flag("causal", self.causal),
             "fused_backward": as_flag("fused_backward", self.fused_backward),
             "purify": as_flag("purify", self.purify),
+            **pair_functions(self.score_mod, self.mask_mod, self.query),
         }
         for name, value in canonical.items():
             object.__setattr__(self, name, value)
@@ -224,6 +230,8 @@ def _as_flash(args: BlockSparseAttentionArguments) -> FlashAttentionArguments:
         bias=args.bias,
         softmax_aux=args.softmax_aux,
         mask_info=args.mask_info,
+        score_mod=args.score_mod,
+        mask_mod=args.mask_mod,
         softmax_scale=args.softmax_scale,
         dropout_prob=0.0,
         causal=args.causal,

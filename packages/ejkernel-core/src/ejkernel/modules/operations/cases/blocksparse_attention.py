@@ -32,6 +32,17 @@ def _pattern_arguments(key: jax.Array) -> dict[str, Any]:
     return {"mask_builder": _mask_of_head, "causal": False}
 
 
+def _pattern_and_functions(key: jax.Array) -> dict[str, Any]:
+    """Returns a pattern, a mask function that reads nothing but indices, and a score function with an array."""
+    slopes = jax.random.uniform(key, (4,))
+    return {
+        "mask_builder": _scattered_mask,
+        "mask_mod": lambda b, h, q_idx, k_idx: (k_idx + q_idx) % 5 > 0,
+        "score_mod": lambda score, b, h, q_idx, k_idx: score - slopes[h] * jnp.abs(k_idx - q_idx),
+        "causal": False,
+    }
+
+
 def _mask_and_bias_arguments(key: jax.Array) -> dict[str, Any]:
     mask, bias = jax.random.split(key)
     allowed = jax.random.bernoulli(mask, 0.6, (2, 4, 40, 62)).at[:, :, 3].set(False)
@@ -73,6 +84,7 @@ _CASE_TABLE: tuple[Row[AttentionSizes], ...] = (
         ("pattern", "mask", "bias"),
         ("awkward",),
     ),
+    ("pattern and functions of pairs", SMALL_SIZES, _pattern_and_functions, ("pattern", "score_mod", "mask_mod"), ()),
     ("positions", SMALL_SIZES, _position_arguments, ("q_positions", "kv_positions", "causal", "sliding_window"), ()),
     ("chunks of segments", SQUARE_SIZES, _segment_arguments, ("q_segment_ids", "kv_segment_ids"), ()),
     (

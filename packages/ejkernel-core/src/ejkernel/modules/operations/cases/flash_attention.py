@@ -7,10 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.modules.operations.cases.pair_functions import rows_with_functions
 from ejkernel.modules.operations.cases.tables import (
     Row,
     even_cu_seqlens,
     fill_arguments,
+    fill_function,
     fill_mask_info,
     make_cases_of_rows,
     normal_like,
@@ -106,30 +108,6 @@ def _bias_argument(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.floa
     return {"bias": jax.random.normal(key, shape, jnp.float32).astype(dtype)}
 
 
-def _score_function_of_distances(key: jax.Array, heads: int) -> dict[str, Any]:
-    """Returns a score function that reads a table by head and distance, and a slope by query."""
-    table, slopes = jax.random.normal(key, (heads, 21)), jax.random.normal(key, (heads, 1))
-
-    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-        return score * (1 + 0.1 * slopes[h, 0]) + table[h, 10 + jnp.clip(k_idx - q_idx, -10, 10)]
-
-    return {"score_mod": score_mod}
-
-
-def _mask_of_documents(key: jax.Array, sizes: AttentionSizes) -> dict[str, Any]:
-    """Returns a mask function of documents, which differ by row; some queries have none."""
-    documents = jnp.cumsum(jax.random.bernoulli(key, 0.1, (sizes.b, max(sizes.t, sizes.s))), axis=1)
-    return {"mask_mod": lambda b, h, q_idx, k_idx: (documents[b, q_idx] == documents[b, k_idx]) & (q_idx != 3)}
-
-
-def _soft_cap_and_head_scale(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-    return jnp.where(k_idx == q_idx, score, 2.0 * jnp.tanh(score / 2.0) - 0.1 * h)
-
-
-def _prefix_of_heads(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-    return (k_idx < 8 * h) | (k_idx <= q_idx)
-
-
 def _sink_argument(key: jax.Array, shape: tuple[int, ...]) -> dict[str, Any]:
     return {"softmax_aux": jax.random.normal(key, shape, jnp.float32)}
 
@@ -191,20 +169,7 @@ _CASE_TABLE: tuple[Row[AttentionSizes], ...] = (
         ("mask", "alibi_slopes"),
         ("awkward",),
     ),
-    (
-        "score and mask functions with arrays, lse",
-        CROSS_SIZES,
-        lambda k: {**_score_function_of_distances(k, 4), **_mask_of_documents(k, CROSS_SIZES), **LSE},
-        ("score_mod", "mask_mod"),
-        (),
-    ),
-    (
-        "mask function of heads, soft cap by score function",
-        AttentionSizes(t=129, s=129),
-        lambda _: {"score_mod": _soft_cap_and_head_scale, "mask_mod": _prefix_of_heads},
-        ("score_mod", "mask_mod"),
-        ("awkward",),
-    ),
+    *rows_with_functions(CROSS_SIZES, AttentionSizes(t=129, s=129)),
     (
         "bias of distances",
         CROSS_SIZES,
@@ -423,6 +388,8 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
 def _make_argument(args: Any, name: str, shape: Any, key: jax.Array) -> Any:
     if name == "mask_info":
         return fill_mask_info(shape)
+    if name in ("score_mod", "mask_mod"):
+        return fill_function(key, shape)
     if name.startswith("cum_seqlens"):
         total = (args.query if name.endswith("q") else args.key).shape[1] * args.query.shape[0]
         return even_cu_seqlens(total, shape)

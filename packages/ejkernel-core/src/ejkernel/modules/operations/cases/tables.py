@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from ejkernel.ops.model import Case
 from ejkernel.types import MaskInfo
+from ejkernel.types.pair_functions import PairFunction
 
 Sizes = TypeVar("Sizes")
 Row = tuple[str, Sizes, Callable[[jax.Array], dict[str, Any]], tuple[str, ...], tuple[str, ...]]
@@ -70,6 +71,17 @@ def normal_like(key: jax.Array, shape: Any, factor: float = 1.0) -> jax.Array:
 def even_cu_seqlens(total: int, shape: Any) -> jax.Array:
     """Returns cumulative lengths of sequences of about the same length."""
     return jnp.linspace(0, total, shape.shape[0]).astype(shape.dtype)
+
+
+def fill_function(key: jax.Array, function: PairFunction) -> PairFunction:
+    """Returns a function of pairs with arrays of the given shapes: normal floats, and zeros, the first of any index."""
+
+    def leaf(key: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+        is_floating = jnp.issubdtype(shape.dtype, jnp.floating)
+        return normal_like(key, shape) if is_floating else jnp.zeros(shape.shape, shape.dtype)
+
+    keys = jax.random.split(key, max(1, len(function.captured)))
+    return dataclasses.replace(function, captured=tuple(map(leaf, keys, function.captured)))
 
 
 def fill_mask_info(shapes: MaskInfo) -> MaskInfo:

@@ -1,0 +1,57 @@
+"""Conformance cases of `score_mod` and `mask_mod`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.modules.operations.cases.tables import Row
+
+
+def rows_with_functions(cross: Any, square: Any) -> tuple[Row[Any], ...]:
+    """Returns rows of the case table of `flash_attention`: with functions that read arrays, and without.
+
+    Args:
+        cross: Sizes of a call with 4 heads and other numbers of queries and keys.
+        square: Sizes of a longer call.
+    """
+    return (
+        (
+            "score and mask functions with arrays, lse",
+            cross,
+            lambda k: {**_score_function_of_distances(k, 4), **_mask_of_documents(k, cross), "return_lse": True},
+            ("score_mod", "mask_mod"),
+            (),
+        ),
+        (
+            "mask function of heads, soft cap by score function",
+            square,
+            lambda _: {"score_mod": _soft_cap_and_head_scale, "mask_mod": _prefix_of_heads},
+            ("score_mod", "mask_mod"),
+            ("awkward",),
+        ),
+    )
+
+
+def _score_function_of_distances(key: jax.Array, heads: int) -> dict[str, Any]:
+    """Returns a score function that reads a table by head and distance, and a slope by query."""
+    table, slopes = jax.random.normal(key, (heads, 21)), jax.random.normal(key, (heads, 1))
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        return score * (1 + 0.1 * slopes[h, 0]) + table[h, 10 + jnp.clip(k_idx - q_idx, -10, 10)]
+
+    return {"score_mod": score_mod}
+
+
+def _mask_of_documents(key: jax.Array, sizes: Any) -> dict[str, Any]:
+    """Returns a mask function of documents, which differ by row; some queries have none."""
+    documents = jnp.cumsum(jax.random.bernoulli(key, 0.1, (sizes.b, max(sizes.t, sizes.s))), axis=1)
+    return {"mask_mod": lambda b, h, q_idx, k_idx: (documents[b, q_idx] == documents[b, k_idx]) & (q_idx != 3)}
+
+
+def _soft_cap_and_head_scale(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+    return jnp.where(k_idx == q_idx, score, 2.0 * jnp.tanh(score / 2.0) - 0.1 * h)
+
+
+def _prefix_of_heads(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+    return (k_idx < 8 * h) | (k_idx <= q_idx)
