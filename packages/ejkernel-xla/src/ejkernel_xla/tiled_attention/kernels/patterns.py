@@ -74,18 +74,18 @@ def list_key_tiles(record: TiledAttention, plan: TilePlan, any_allowed: Any, all
         all_allowed: Those of them that are full.
     """
     any_allowed, all_allowed = any_allowed[:, None], all_allowed[:, None]
-    reachable = np.ones((1, *any_allowed.shape[2:]), bool)
+    mask_tiles = None
     if record.pattern is not None:
         reached, filled = _pattern_tiles(record, record.pattern, plan)
         any_allowed, all_allowed = any_allowed & reached, all_allowed & filled
-        reachable = _reachable(record.pattern, plan)
     if record.mask_mod is not None:
-        reached, filled = tiles_of_mask(record, record.mask_mod, plan)
-        any_allowed, all_allowed = any_allowed & reached, all_allowed & filled
-        if isinstance(reached, np.ndarray):
-            reachable = reachable & reached.any(axis=(0, 1))
-    if isinstance(any_allowed, np.ndarray):
-        reachable = any_allowed.reshape(-1, *any_allowed.shape[2:])
+        mask_tiles, filled = tiles_of_mask(record, record.mask_mod, plan)
+        any_allowed, all_allowed = any_allowed & mask_tiles, all_allowed & filled
+    reachable = (
+        any_allowed.reshape(-1, *any_allowed.shape[2:])
+        if isinstance(any_allowed, np.ndarray)
+        else _reachable(record.pattern, plan) & _any_chunk(mask_tiles)
+    )
     lists = block_lists(
         BlockMap(any_allowed=any_allowed, all_allowed=all_allowed, mask_ids=None, tile_masks=None, reachable=reachable)
     )
@@ -126,9 +126,16 @@ def tile_tables(pattern: Mask, queries: TiledAxis, keys: TiledAxis, group: int) 
     return np.any(some[heads], axis=1), np.all(every[heads], axis=1)
 
 
-def _reachable(pattern: Mask, plan: TilePlan) -> np.ndarray:
+def _any_chunk(tiles: Any) -> Any:
+    """Returns the tiles that a `mask_mod` leaves for some row and head; True where their values are traced, or without
+    one.
+    """
+    return tiles.any(axis=(0, 1)) if isinstance(tiles, np.ndarray) else True
+
+
+def _reachable(pattern: Mask | None, plan: TilePlan) -> np.ndarray:
     """Returns the tiles that the pattern alone leaves in any shard, for tables whose values are traced."""
-    if pattern.shape[0] % plan.queries.length:
+    if pattern is None or pattern.shape[0] % plan.queries.length:
         return np.ones((1, plan.queries.tiles, plan.keys.tiles), bool)
     some, _ = tile_tables(pattern, plan.queries, plan.keys, plan.heads * plan.group)
     return some.reshape(-1, *some.shape[2:])
