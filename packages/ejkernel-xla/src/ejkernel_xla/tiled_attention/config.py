@@ -75,6 +75,9 @@ def invariance_limits(record: TiledAttention) -> Iterator[str]:
         yield "dropout_prob: which weights are dropped follows from a row's place in the batch"
     if record.pattern is not None:
         yield "pattern: its tiles are cut from the first query and key of the call"
+    for name in ("score_mod", "mask_mod"):
+        if getattr(record, name) is not None:
+            yield f"{name}: it is given the indices of a pair in the whole call"
     sizes: tuple[Any, ...] = (*record.query.shape, *record.key.shape)
     if not all(isinstance(size, int) for size in sizes):
         yield "symbolic sizes cannot be cut into fixed tiles"
