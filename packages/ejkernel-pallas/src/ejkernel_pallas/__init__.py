@@ -6,6 +6,7 @@ without the device a call is refused with a reason, and the import succeeds.
 
 from ejkernel.ops import hookimpl
 from ejkernel.ops.model import Implementation
+from ejkernel_pallas.gpu import collective_matmul as gpu_collective_matmul
 from ejkernel_pallas.gpu import grouped_matmul as gpu_grouped_matmul
 from ejkernel_pallas.gpu import latent_attention as gpu_latent_attention
 from ejkernel_pallas.gpu import paged_attention as gpu_paged_attention
@@ -32,6 +33,7 @@ def ejkernel_implementations() -> tuple[Implementation, ...]:
         *gpu_tiled_attention.implementations(),
         *gpu_ring_attention.implementations(),
         *gpu_grouped_matmul.implementations(),
+        *gpu_collective_matmul.implementations(),
         *gpu_latent_attention.implementations(),
         *gpu_paged_attention.implementations(),
         *tpu_tiled_attention.implementations(),

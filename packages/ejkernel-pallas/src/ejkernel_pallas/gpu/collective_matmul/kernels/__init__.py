@@ -1,0 +1,1 @@
+"""The kernels of collective matmul on Hopper, one per file, and what they share."""
