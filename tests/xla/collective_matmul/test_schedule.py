@@ -32,6 +32,6 @@ def overlaps(kind, size):
 
 @pytest.mark.needs("4 devices")
 def test_rings_are_for_tpus_and_collectives_of_xla_for_other_devices():
-    """On two GPUs the collective was faster in every pass that was measured."""
+    """On two GPUs the collective was faster in nearly every pass that was measured."""
     assert [overlaps(kind, 4) for kind in DEVICES] == [False, False, True]
     assert [overlaps(kind, 1) for kind in DEVICES] == [False, False, False]

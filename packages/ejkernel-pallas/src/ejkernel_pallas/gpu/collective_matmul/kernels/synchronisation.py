@@ -8,19 +8,19 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import llvm
 
 
-def remote_device(axis_name: str | None, device: Any) -> dict[str | None, Any]:
+def remote_device(axis_name: str | None, device: Any) -> Any:
     """Returns a device of a mesh axis as references and counters name it."""
     return {axis_name: device}
 
 
-def announce_copies(arrivals: Any, device: dict[str | None, Any]) -> None:
+def announce_copies(arrivals: Any, device: Any) -> None:
     """Increments a counter of another device once the warpgroup's copies to it have been written."""
     # Until writes are done, not only reads: by the thread that started the copies, which also increments the counter.
     plgpu.wait_smem_to_gmem(0)
     pl.semaphore_signal(arrivals, device_id=device)
 
 
-def announce_stores(arrivals: Any, device: dict[str | None, Any]) -> None:
+def announce_stores(arrivals: Any, device: Any) -> None:
     """Increments a counter of another device after the stores of all threads of the warpgroup."""
 
     @plgpu.inline_mgpu()
