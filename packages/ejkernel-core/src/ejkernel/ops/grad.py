@@ -20,7 +20,7 @@ from ejkernel.ops.config.chain import ConfigSelectorChain, Request
 from ejkernel.ops.config.policy import effective_policy
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.dispatch import Choice, choose, refuse_backward_without_handles
-from ejkernel.ops.model import Op
+from ejkernel.ops.model import Op, load_object
 from ejkernel.ops.pairs import choose_pair
 from ejkernel.ops.params import BaseOperationConfig, Direction
 from ejkernel.ops.second import backward_pass, forward_pass, run_refusing_derivatives
@@ -122,6 +122,29 @@ class CallPlan:
         results = ForwardResults(*self._run_implementation(choice, argument))
         return _check_private_residuals(choice, results)
 
+    def forward_with_tangents(self, record: Any, tangents: dict[str, Any], choice: Choice) -> tuple[Any, Any]:
+        """Runs the `forward_mode` function of a configured choice.
+
+        Args:
+            record: The family record.
+            tangents: Field name -> tangent, for those that have one.
+            choice: Of the forward direction.
+
+        Returns:
+            `(output, residuals)`, and the tangents of both.
+        """
+        assert choice.implementation is not None
+        assert choice.implementation.forward_mode is not None
+        function = load_object(choice.implementation.forward_mode)
+        isolate = None if self.op.padding_only or not self.isolates_sequences else self.op.family.request_isolation
+
+        def run(argument: tuple[Any, dict[str, Any]]) -> tuple[Any, Any]:
+            record, tangents = argument if isolate is None else _isolate_tangents(isolate.record, *argument)
+            return function(record, tangents, choice.config)
+
+        with jax.named_scope(f"ejkernel.{self.op.name}.forward_mode.{choice.implementation.name}"):
+            return _compat.call_without_varying_axes(run, (record, tangents))
+
     def differentiated(self, run: Any, choice: Choice, argument: Any) -> Any:
         """Runs a forward pass of a record, or a backward pass of a pullback, so that it can be differentiated again.
 
@@ -156,6 +179,15 @@ class CallPlan:
         if missing:
             raise RuntimeError(f"the backward pass of {self.op.name} gave no gradient for {', '.join(sorted(missing))}")
         return {name: gradients[name] for name in sorted(pullback.grad_fields)}
+
+
+def _isolate_tangents(isolate: Any, record: Any, tangents: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def isolated_fields(fields: dict[str, Any]) -> dict[str, Any]:
+        isolated = isolate(dataclasses.replace(record, **fields))
+        return {name: getattr(isolated, name) for name in fields}
+
+    fields = {name: getattr(record, name) for name in tangents}
+    return isolate(record), jax.jvp(isolated_fields, (fields,), (tangents,))[1]
 
 
 def _check_private_residuals(choice: Choice, results: ForwardResults) -> ForwardResults:

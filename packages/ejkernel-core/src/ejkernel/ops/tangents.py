@@ -131,6 +131,10 @@ class TangentCall:
 
     def _derive(self, record: Any, xs: Leaves, vs: Leaves) -> tuple[Any, Any]:
         choice = tangent_choice(self.plan, record)
+        if choice is not None and choice.implementation is not None and choice.implementation.forward_mode:
+            paths = jax.tree_util.tree_leaves_with_path(record)
+            tangents = {paths[i][0][0].name: v for i, v in zip(self.moved, vs, strict=True)}
+            return self.plan.forward_with_tangents(record, tangents, choice)
         run = self.plan.op.family.reference if choice is None else functools.partial(self.plan.forward, choice=choice)
         return jax.jvp(
             lambda some: tuple(run(jax.tree.unflatten(self.structure, replaced(xs, self.moved, some)))[:2]),
@@ -174,7 +178,8 @@ class TangentCall:
 def tangent_choice(plan: Any, record: Any) -> Choice | None:
     """Returns the choice of the forward pass that tangents come from; None for the family's reference.
 
-    It is the chosen one if XLA compiles that, or else that of the XLA implementation: kernels are not differentiated.
+    It is the chosen one if it declares a `forward_mode` function or XLA compiles it, or else that of the XLA
+    implementation: kernels are not differentiated.
 
     Raises:
         NoImplementationError: No implementation serves the call.
@@ -182,7 +187,7 @@ def tangent_choice(plan: Any, record: Any) -> Choice | None:
     choice = plan.choose(record, "forward")
     if choice.implementation is None:
         raise NoImplementationError(choice)
-    if choice.implementation.platform == "xla":
+    if choice.implementation.platform == "xla" or choice.implementation.forward_mode:
         return choice
     return _xla_choice(plan, record, "forward", frozenset())
 
@@ -190,10 +195,11 @@ def tangent_choice(plan: Any, record: Any) -> Choice | None:
 def forward_mode_note(plan: Any, record: Any) -> str:
     """Returns the sentence of `explain` about where the tangents of a call come from."""
     choice = tangent_choice(plan, record)
-    source = f"the reference of {plan.op.family.name}"
-    if choice is not None and choice.implementation is not None:
-        source = f"the forward pass of {choice.implementation.name}"
-    return f"forward mode: JAX derives tangents from {source}"
+    if choice is None or choice.implementation is None:
+        return f"forward mode: JAX derives tangents from the reference of {plan.op.family.name}"
+    if choice.implementation.forward_mode:
+        return f"forward mode: tangents and output by the forward_mode function of {choice.implementation.name}"
+    return f"forward mode: JAX derives tangents from the forward pass of {choice.implementation.name}"
 
 
 def _xla_choice(plan: Any, record: Any, direction: Any, fields: frozenset[str]) -> Choice | None:

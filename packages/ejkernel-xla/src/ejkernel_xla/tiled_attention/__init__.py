@@ -10,6 +10,7 @@ IMPLEMENTATIONS = (
     xla_implementation(
         FAMILY,
         handles={*optional_fields(FAMILY.record), "lse_cotangent"},
+        forward_mode="ejkernel_xla.tiled_attention.forward_mode:forward_mode",
         config=ConfigSpace.of(config, forward=config.ChunkedSoftmax),
         invariant_to=frozenset({"batch", "padding", "packing", "chunking"}),
         invariance_limits=config.invariance_limits,

@@ -77,9 +77,9 @@ def forward(record: TiledAttention, params: ChunkedSoftmax) -> tuple[jax.Array, 
 def attend(record: TiledAttention, params: ChunkedSoftmax, dtype: Any) -> tuple[jax.Array, SoftmaxResiduals]:
     """Runs `forward` with the output in the passed dtype, so that partial softmaxes stay wide until they are merged."""
     # Inside of `shard_map` a loop's carry has to vary over the mesh axes that its body makes it vary over.
-    state = _compat.as_varying(_results_without_keys(record, dtype), record)
+    state = _compat.as_varying(results_without_keys(record, dtype), record)
     if state["output"].size == 0 or record.key.shape[1] == 0:
-        return _output_and_residuals(state)
+        return output_and_residuals(state)
     if params.batch_invariant:
         return _attend_in_fixed_tiles(record, params, dtype)
     plan = make_plan(record, params.block_q, params.block_kv)
@@ -101,12 +101,12 @@ def attend(record: TiledAttention, params: ChunkedSoftmax, dtype: Any) -> tuple[
             at,
             lambda tile, running: key_tile(tile, running, False),
             lambda tile, running: key_tile(tile, running, True),
-            _compat.as_varying(_initial_softmax(record, plan), record),
+            _compat.as_varying(initial_softmax(record, plan), record),
         )
-        return _store_query_tile(state, _epilogue(running, record, plan, at), plan, at)
+        return store_query_tile(state, epilogue(running, record, plan, at), plan, at)
 
     # The arrays are carried, so that XLA updates a query tile of them in place.
-    return _output_and_residuals(lax.fori_loop(jnp.int32(0), jnp.int32(plan.steps), query_tile, state))
+    return output_and_residuals(lax.fori_loop(jnp.int32(0), jnp.int32(plan.steps), query_tile, state))
 
 
 def _attend_in_fixed_tiles(
@@ -115,7 +115,7 @@ def _attend_in_fixed_tiles(
     """Runs `attend` in tiles that do not depend on what else the call has."""
     tiles = fixed_tiles.cut(record, params.block_q, params.block_kv)
     record = tiles.record
-    state = _compat.as_varying(_results_without_keys(record, dtype), record)
+    state = _compat.as_varying(results_without_keys(record, dtype), record)
 
     def query_tile(step: jax.Array, state: dict[str, jax.Array]) -> dict[str, jax.Array]:
         at, plan, first, end = tiles.at(step)
@@ -126,18 +126,19 @@ def _attend_in_fixed_tiles(
             scores = mask(compute_scores(record, plan, at, tile, query, key), allowed_pairs(record, plan, at, tile))
             return _online_softmax_step(running, scores, value, None, record, plan.keys.start(tile))
 
-        running = _compat.as_varying(_initial_softmax(record, plan), record)
+        running = _compat.as_varying(initial_softmax(record, plan), record)
         running = lax.fori_loop(first, end, key_tile, running)
         # Rows after the segment's end are stored too; the tiles of the segments that they are of store them again.
-        return _store_query_tile(state, _epilogue(running, record, plan, at), plan, at)
+        return store_query_tile(state, epilogue(running, record, plan, at), plan, at)
 
     state = lax.fori_loop(jnp.int32(0), tiles.count, query_tile, state)
-    return _output_and_residuals(
+    return output_and_residuals(
         {name: tiles.in_call_order(x, 1 if name == "output" else 2) for name, x in state.items()}
     )
 
 
-def _initial_softmax(record: TiledAttention, plan: TilePlan) -> OnlineSoftmax:
+def initial_softmax(record: TiledAttention, plan: TilePlan) -> OnlineSoftmax:
+    """Returns the online softmax of a query tile before its first key tile."""
     shape, dtype = (plan.batch, plan.heads, plan.group, plan.queries.block), accumulator(record)
     row_argmax = None if record.normalize_output else jnp.zeros(shape, jnp.int32)
     acc = jnp.zeros((*shape, record.value.shape[3]), dtype)
@@ -176,7 +177,7 @@ def _first_argmax(running: OnlineSoftmax, scores: jax.Array, start: jax.Array) -
     )
 
 
-def _epilogue(running: OnlineSoftmax, record: TiledAttention, plan: TilePlan, at: OuterStep) -> dict[str, Any]:
+def epilogue(running: OnlineSoftmax, record: TiledAttention, plan: TilePlan, at: OuterStep) -> dict[str, Any]:
     """Returns the epilogue of a query tile, arrays [b, h, g, t, ...]. The denominator gets the sink here, once."""
     row_max, row_sum = running.row_max, running.row_sum
     sink = head_sinks(record, plan, at)
@@ -199,7 +200,7 @@ def finite(x: jax.Array) -> jax.Array:
     return jnp.where(x == -jnp.inf, 0, x)
 
 
-def _results_without_keys(record: TiledAttention, output: Any) -> dict[str, jax.Array]:
+def results_without_keys(record: TiledAttention, output: Any) -> dict[str, jax.Array]:
     """Returns the arrays that query tiles are stored into, with the values of a call without keys."""
     (b, t, h, _), dtype = record.query.shape, accumulator(record)
     sink = jnp.full(h, -jnp.inf, dtype) if record.softmax_aux is None else record.softmax_aux.astype(dtype)
@@ -212,9 +213,10 @@ def _results_without_keys(record: TiledAttention, output: Any) -> dict[str, jax.
     return state
 
 
-def _store_query_tile(
+def store_query_tile(
     state: dict[str, jax.Array], tile: dict[str, Any], plan: TilePlan, at: OuterStep
 ) -> dict[str, jax.Array]:
+    """Returns the arrays with the results of a query tile, [b, h, g, t, ...], in their place."""
     b, heads, t = plan.batch, plan.heads * plan.group, plan.queries.block
     # A tile that was moved back writes the rows that it shares with the previous tile again, with the same numbers.
     head = at.head * plan.group
@@ -223,6 +225,7 @@ def _store_query_tile(
     return {"output": put(state["output"], (at.batch, at.query, head, 0), output), **stored}
 
 
-def _output_and_residuals(state: dict[str, jax.Array]) -> tuple[jax.Array, SoftmaxResiduals]:
+def output_and_residuals(state: dict[str, jax.Array]) -> tuple[jax.Array, SoftmaxResiduals]:
+    """Returns the arrays that query tiles were stored into as output and residuals."""
     rest = {name: x for name, x in state.items() if name != "output"}
     return state["output"], dataclasses.replace(SoftmaxResiduals(lse=rest.pop("lse")), **rest)
