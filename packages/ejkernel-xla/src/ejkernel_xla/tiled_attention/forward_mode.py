@@ -191,7 +191,9 @@ def _epilogue_with_tangents(call: _Call, at: OuterStep, running: Tangents) -> tu
     mean = factor * running.row_sum
     sinks = head_sinks(call.record, call.plan, at)
     if sinks is not None and "softmax_aux" in call.tangents:
-        moved = head_sinks(dataclasses.replace(call.record, softmax_aux=call.tangents["softmax_aux"]), call.plan, at)
-        mean = mean + jnp.where(lse > -jnp.inf, jnp.exp(sinks - finite(lse)), 0) * moved
+        weight = jnp.where(lse > -jnp.inf, jnp.exp(sinks - finite(lse)), 0)
+        moved = dataclasses.replace(call.record, softmax_aux=call.tangents["softmax_aux"])
+        change: Any = head_sinks(moved, call.plan, at)
+        mean = mean + weight * change
     output = factor[..., None] * running.acc - results["output"] * mean[..., None]
     return results, {"output": output, "lse": mean}
