@@ -20,7 +20,13 @@ NARROW = ProductSizes(384, 128, 384, jnp.float16)
 
 def cases() -> dict[str, tuple[Case, ...]]:
     """Returns the conformance cases of each operation, by its name."""
-    precise: Row[ProductSizes] = ("tiles", WIDE, lambda key: {"precision": jax.lax.Precision.HIGHEST}, (), ())
+    precise: Row[ProductSizes] = (
+        "tiles",
+        WIDE,
+        lambda key: {"precision": jax.lax.Precision.HIGHEST},
+        ("precision",),
+        (),
+    )
     narrow: Row[ProductSizes] = ("narrow tiles", NARROW, lambda key: {}, (), ())
     transposed: Row[ProductSizes] = ("tiles, transposed", WIDE, lambda key: {"rhs_transpose": True}, (), ())
     plain, rows_of_y = (functools.partial(_make_matrices, transposes_y=transposes) for transposes in (False, True))
