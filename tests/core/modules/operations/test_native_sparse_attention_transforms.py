@@ -44,19 +44,22 @@ def test_nothing_is_compiled_again_for_other_blocks_counts_and_lengths():
     transformed.check_no_new_compilations(call, arrays, others)
 
 
-@pytest.mark.parametrize("selected", [True, False], ids=["selected", "given"])
-def test_temporary_memory_grows_linearly_and_nothing_is_square(selected):
-    lengths = (4096, 16384)
+@pytest.mark.parametrize("kind", ["selected", "given", "pages"])
+def test_temporary_memory_grows_linearly_and_nothing_is_square(kind):
+    lengths = (1024, 4096) if kind == "pages" else (4096, 16384)
 
     def program(tokens):
-        shapes = [(1, tokens, n, 16) for n in (2, 1, 1)] + [(1, tokens, 2)] * 2
+        rows = (tokens // 64, 64) if kind == "pages" else (1, tokens)
+        shapes = [(1, tokens, 2, 16), (*rows, 1, 16), (*rows, 1, 16)] + [(1, tokens, 2)] * 2
         floats = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
         indices = jax.ShapeDtypeStruct((1, tokens, 1, 8), jnp.int32)
 
         def loss(floats, indices):
             *inputs, g_cmp, g_swa = floats
-            arguments = (g_cmp, None, None, 8) if selected else (None, None, indices)
-            options = {"g_swa": g_swa} if selected else {}
+            arguments = (None, None, indices) if kind == "given" else (g_cmp, None, None, 8)
+            options = {} if kind == "given" else {"g_swa": g_swa}
+            if kind == "pages":
+                options["block_tables"] = jnp.arange(tokens // 64)[None]
             return jnp.sum(native_sparse_attention(*inputs, *arguments, **options) ** 2)
 
         return jax.jit(jax.value_and_grad(loss)).lower(floats, indices).compile()

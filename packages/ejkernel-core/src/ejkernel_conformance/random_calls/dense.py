@@ -167,17 +167,19 @@ def latent_decode(rng: Rng) -> Drawn:
 def native_sparse(rng: Rng) -> Drawn:
     """Draws a call of `native_sparse_attention`."""
     b, t, d = int(rng.integers(1, 3)), tokens(rng, 200), pick(rng, (16, 32, 64, 128))
+    s = t + tokens(rng, 100) if some(rng, 0.3) else t
     h, g = pick(rng, ((4, 2), (4, 1), (16, 1), (32, 2), (8, 8)))
     block, kind = pick(rng, (8, 16, 32)), dtype(rng)
     gates = [name for name in ("g_cmp", "g_slc", "g_swa") if some(rng, 0.6)]
     options: dict[str, Any] = {"block_size": block, "block_counts": int(rng.integers(1, 5))}
-    options |= {"window_size": int(rng.integers(1, t + 1))} if "g_swa" in gates else {}
+    options |= {"window_size": int(rng.integers(1, s + 1))} if "g_swa" in gates else {}
 
     def values(rng: Rng) -> Arrays:
-        arrays: Arrays = {name: normal(rng, (b, t, n, d), kind) for name, n in (("query", h), ("key", g), ("value", g))}
+        shapes = {"query": (b, t, h, d), "key": (b, s, g, d), "value": (b, s, g, d)}
+        arrays: Arrays = {name: normal(rng, shape, kind) for name, shape in shapes.items()}
         arrays |= {name: uniform(rng, (b, t, h), kind) for name in gates}
         if "g_cmp" not in gates:  # nothing else says which blocks to read
-            arrays["block_indices"] = rng.integers(-1, t // block + 1, (b, t, g, 4)).astype(np.int32)
+            arrays["block_indices"] = rng.integers(-1, s // block + 1, (b, t, g, 4)).astype(np.int32)
         return arrays
 
     return Drawn(values, options)
