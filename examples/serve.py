@@ -3,6 +3,7 @@
     python examples/serve.py                    # 8 requests, a small model with random weights
     python examples/serve.py --check            # and compare every logit with flash attention over whole sequences
     python examples/serve.py --check --cache float8_e4m3fn --share --draft     # 8-bit caches, a shared prefix, trees
+    python examples/serve.py --invariant        # the logits' bits of each sequence, served alone and in the batch
     python examples/serve.py --model large --dtype bfloat16 --requests 256 --pages 16384     # on a GPU
 
 One compiled step serves everything: a batch of query rows, in which a sequence that decodes has one row and a prompt
@@ -14,11 +15,13 @@ has a chunk. Its shapes never change, so nothing is compiled again while request
 
 With --share, what all requests begin with is computed once and lies in pages that all tables begin with. With --draft,
 a sequence that decodes has two guesses of its next token as well, both children of the newest one: a tree, which the
-step checks at once.
+step checks at once. With --invariant, all runs in a `batch_invariant` block: each logit has the same bits
+in any batch, after preemption, with pages of another size, and alone.
 """
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import functools
 import time
@@ -29,7 +32,8 @@ import jax.numpy as jnp
 import numpy as np
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ejkernel.modules import chunked_prefill_paged_decode, flash_attention
+from ejkernel.modules import chunked_prefill_paged_decode, flash_attention, grouped_matmul
+from ejkernel.ops import batch_invariant
 
 Weights = dict[str, Any]
 Cache = tuple[jax.Array, jax.Array]
@@ -63,6 +67,7 @@ class Model:
     vocabulary: int = ByteTokenizer.size
     dtype: str = "float32"
     cache: str = ""
+    invariant: bool = False
 
     @property
     def scale(self) -> float | None:
@@ -105,10 +110,27 @@ MODELS = {
 }
 
 
-def norm(x: jax.Array) -> jax.Array:
+def product(model: Model, x: jax.Array, weights: jax.Array, transpose: bool = False) -> jax.Array:
+    """Rows x [T, n] times a matrix [n, m], or [m, n] to transpose, in float32.
+
+    XLA multiplies one row in another way than many, and on a GPU each number of rows in its own way. A grouped product
+    with one group does not in a `batch_invariant` block.
+    """
+    if not model.invariant:
+        return jnp.dot(x, weights.T if transpose else weights, preferred_element_type=jnp.float32)
+    rows = jnp.full(1, x.shape[0], jnp.int32)
+    return grouped_matmul(x, weights[None], rows, transpose_rhs=transpose, preferred_element_type=jnp.float32)
+
+
+def norm(model: Model, x: jax.Array) -> jax.Array:
     """x at a root mean square of 1."""
     wide = x.astype(jnp.float32)
-    return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)
+    square = wide * wide
+    if model.invariant:  # XLA adds up a row in an order that depends on how many rows there are; a product does not
+        mean = product(model, square, jnp.full((x.shape[1], 8), 1 / x.shape[1]))[:, :1]
+    else:
+        mean = jnp.mean(square, axis=-1, keepdims=True)
+    return (wide * jax.lax.rsqrt(mean + 1e-6)).astype(x.dtype)
 
 
 def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
@@ -122,14 +144,16 @@ def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
 
 def layer(model: Model, weights: Weights, x: jax.Array, positions: jax.Array, attend: Any) -> tuple[jax.Array, Any]:
     """One layer on rows [T, width]; `attend(query, key, value)` returns the attention's output and anything else."""
-    rows, normal = x.shape[0], norm(x)
+    rows, normal = x.shape[0], norm(model, x)
     query, key, value = (
-        (normal @ weights[name]).reshape(rows, -1, model.head_dim) for name in ("query", "key", "value")
+        product(model, normal, weights[name]).astype(x.dtype).reshape(rows, -1, model.head_dim)
+        for name in ("query", "key", "value")
     )
     attended, rest = attend(rotate(query, positions), rotate(key, positions), value)
-    x = x + attended.reshape(rows, -1) @ weights["output"]
-    normal = norm(x)
-    return x + (jax.nn.silu(normal @ weights["gate"]) * (normal @ weights["up"])) @ weights["down"], rest
+    x = x + product(model, attended.reshape(rows, -1), weights["output"]).astype(x.dtype)
+    normal = norm(model, x)
+    gate, up = (product(model, normal, weights[name]).astype(x.dtype) for name in ("gate", "up"))
+    return x + product(model, jax.nn.silu(gate) * up, weights["down"]).astype(x.dtype), rest
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -164,12 +188,13 @@ def step(
 
         x, pages = layer(model, own, x, positions, attend)
         written.append(pages)
-    return logits_of(x[ends], last), written
+    logits = logits_of(model, x[ends.reshape(-1)], last)
+    return logits.reshape(*ends.shape, -1), written
 
 
-def logits_of(x: jax.Array, weights: Weights) -> jax.Array:
+def logits_of(model: Model, x: jax.Array, weights: Weights) -> jax.Array:
     """Logits of rows, float32."""
-    return jnp.dot(norm(x), weights["embedding"].T, preferred_element_type=jnp.float32)
+    return product(model, norm(model, x), weights["embedding"], transpose=True)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -183,7 +208,7 @@ def whole(model: Model, weights: list[Weights], tokens: jax.Array) -> jax.Array:
 
     for own in layers:
         x, _ = layer(model, own, x, positions, attend)
-    return logits_of(x, last)
+    return logits_of(model, x, last)
 
 
 @dataclasses.dataclass(eq=False)
@@ -428,6 +453,22 @@ def check(model: Model, weights: list[Weights], sequences: list[Sequence]) -> fl
     return worst
 
 
+def check_alone(server: Server, sequences: list[Sequence]) -> int:
+    """How many sequences have other bits alone: one at a time, with pages of half the size and fewer rows a step."""
+    limits, wrong = server.limits, 0
+    slots = max(1, limits.slots // 2)
+    table = -(-limits.table * limits.slots // slots)
+    alone = Server(server.model, Limits(table, slots, 1, 24, table), server.weights, keep_logits=True)
+    for n, sequence in enumerate(sequences):
+        again = alone.submit(sequence.tokens[: sequence.prompt], sequence.wanted)
+        while not again.done:
+            alone.step()
+        same = np.stack(again.logits).tobytes() == np.stack(sequence.logits).tobytes()
+        print(f"sequence {n}: {len(sequence.logits)} logits, {'the same bits' if same else 'OTHER BITS'} alone")
+        wrong += not same
+    return wrong
+
+
 def serve(server: Server, total: int) -> float:
     """Runs until nothing is left to do, with a progress display; returns seconds."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"), TimeElapsedColumn())
@@ -457,21 +498,31 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--cache", default="", help="dtype of the caches, such as float8_e4m3fn")
     parser.add_argument("--share", action="store_true", help="compute once what all prompts begin with")
     parser.add_argument("--draft", action="store_true", help="check two guesses of the next token in each step")
+    parser.add_argument("--invariant", action="store_true", help="compare the bits of every logit with a server of one")
     parser.add_argument("--check", action="store_true", help="compare every logit with flash attention")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Serves made-up requests; returns 1 if a check fails."""
-    options, tokenizer = parse(arguments), ByteTokenizer()
+    options = parse(arguments)
+    with batch_invariant() if options.invariant else contextlib.nullcontext():
+        return run(options)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serves made-up requests as the command line says; returns 1 if a check fails."""
+    tokenizer = ByteTokenizer()
     if options.dtype == "float32":
         # GPUs and TPUs round the factors of float32 products unless told otherwise, each program in its own way.
         jax.config.update("jax_default_matmul_precision", "highest")
-    model = dataclasses.replace(MODELS[options.model], dtype=options.dtype, cache=options.cache)
+    model = dataclasses.replace(
+        MODELS[options.model], dtype=options.dtype, cache=options.cache, invariant=options.invariant
+    )
     weights = model.weights(jax.random.key(0))
     table = -(-options.longest // options.slots)
     limits = Limits(options.pages, options.slots, options.sequences, options.rows, table)
-    server = Server(model, limits, weights, options.check, options.draft)
+    server = Server(model, limits, weights, options.check or options.invariant, options.draft)
     begin = "Answer in the words of the question. " if options.share else ""
     prompts = [f"{begin}Request {n}: " + "all work and no play. " * (1 + n % 5) for n in range(options.requests)]
     if options.share:
@@ -485,6 +536,8 @@ def main(arguments: list[str] | None = None) -> int:
         + (f"; {server.accepted} guesses were right" if options.draft else "")
     )
     print(f"the first, of random weights: {tokenizer.decode(sequences[0].tokens[sequences[0].prompt :])!r}")
+    if options.invariant and check_alone(server, sequences):
+        return 1
     if not options.check:
         return 0
     exact = options.dtype == "float32" and not options.cache

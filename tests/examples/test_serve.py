@@ -41,6 +41,19 @@ def test_shared_prefixes_trees_and_8_bit_caches_serve_together(serve, capsys):
     assert serve.main([*options, "--cache", "float8_e4m3fn"]) == 0
 
 
+def test_logits_of_a_preempted_sequence_have_the_bits_that_they_have_alone(serve, capsys, monkeypatch):
+    options = ["--invariant", "--requests", "4", "--generate", "8", "--pages", "18"]
+    assert serve.main(options) == 0
+    said = capsys.readouterr().out
+    assert ", 0 preemptions" not in said
+    assert said.count("the same bits alone") == 4
+    product = serve.product
+    monkeypatch.setattr(
+        serve, "product", lambda *args, **kwargs: product(*args, **kwargs) * (1 + args[1].shape[0] / 64)
+    )
+    assert serve.main(options) == 1
+
+
 def test_a_wrong_logit_fails_the_check(serve, monkeypatch):
     monkeypatch.setattr(serve, "rotate", lambda x, positions: x * (1 + 0.1 * x.shape[0] / 64))
     assert serve.main(["--check", "--requests", "2", "--generate", "3"]) == 1

@@ -81,6 +81,7 @@ def changes_of_attention(family: Family, record: Any) -> Iterator[Change]:
     """Yields changed calls of dense attention."""
     yield from changes_of_rows(family, record)
     yield from _with_more_padding(record)
+    yield from _with_longer_rows(record)
     yield from _with_fewer_queries(family, record)
     yield from _with_a_segment_alone(family, record)
     yield from _with_rows_packed(record)
@@ -125,6 +126,20 @@ def _with_more_padding(record: Any) -> Iterator[Change]:
     if record.kv_positions is not None:
         changes["kv_positions"] = np.pad(record.kv_positions, ((0, 0), (0, more)))
     yield Change("padding", f"{more} keys more", dataclasses.replace(record, **changes), ((_whole, _whole),))
+
+
+def _with_longer_rows(record: Any) -> Iterator[Change]:
+    """Yields a causal call whose rows go on for 37 tokens, after those that are compared."""
+    arrays = array_fields(record).keys() - {"query", "key", "value", "softmax_aux", "alibi_slopes"}
+    queries, more = record.query.shape[1], 37
+    if causal_window_bounds(record)[1] != 0 or queries > record.key.shape[1] or arrays:
+        return
+    changes = {
+        name: np.pad(getattr(record, name), ((0, 0), (0, more), (0, 0), (0, 0)), constant_values=1)
+        for name in ("query", "key", "value")
+    }
+    select = _take(np.arange(queries), 1)
+    yield Change("padding", f"{more} tokens more", dataclasses.replace(record, **changes), ((_whole, select),))
 
 
 def _with_a_segment_alone(family: Family, record: Any) -> Iterator[Change]:

@@ -34,6 +34,8 @@ def ring_implementation(tiled_implementation: Implementation, *, forward: str, b
         requires=_ring_requirements(tiled_implementation.requires),
         backward_requires=None if needs is None else _ring_requirements(needs),
         config=_config_space_of_remote_step(tiled_implementation.config),
+        # The order in which steps are merged depends on where in the ring a device stands.
+        invariant_to=frozenset(),
     )
 
 

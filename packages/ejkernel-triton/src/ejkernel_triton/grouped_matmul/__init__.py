@@ -62,5 +62,6 @@ def implementations() -> tuple[Implementation, ...]:
             config=ConfigSpace.of(
                 config, forward=config.GroupedForward, backward=config.GroupedBackward, kind=shared_tuning_key
             ),
+            invariant_to=frozenset({"batch"}),
         ),
     )

@@ -6,11 +6,12 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.grouped_matmul import GroupedMatmul
+from ejkernel.families.grouped_matmul import FAMILY, GroupedMatmul
 from ejkernel.families.grouped_matmul.kinds import average_rows_per_group
 from ejkernel.ops.chips import KIBI, Gpu, gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
+from ejkernel.planning.fixed_sizes import with_fixed_sizes
 from ejkernel_triton.grouped_matmul.spec import (
     choose_operand_dtype,
     dequantize_lhs,
@@ -144,6 +145,16 @@ SMALL_TILES = {
 def heuristic(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> GroupedForward:
     """Returns tile sizes for a record on a device."""
     return candidates(record, device, direction)[0]
+
+
+FIXED_ROWS_PER_GROUP = 64
+"""Average rows of a group in the call whose configuration serves all calls in a `batch_invariant` block."""
+
+
+def batch_invariant(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> GroupedForward:
+    """Returns tile sizes for all calls in a `batch_invariant` block: a row's sum has the same steps in all of them."""
+    rows = FIXED_ROWS_PER_GROUP * record.group_sizes.shape[0]
+    return heuristic(with_fixed_sizes(record, FAMILY.axes_of(record), {"m": rows}), device, direction)
 
 
 def candidates(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> tuple[GroupedForward, ...]:

@@ -35,7 +35,10 @@ def implementations() -> tuple[Implementation, ...]:
             kind=tuning_key_of_large_calls,
             forward=config.TritonForward,
             backward=config.TritonBackward,
+            batch_invariant=config.batch_invariant,
             public_fields=config.PUBLIC_FIELDS,
         ),
+        invariant_to=frozenset({"batch", "padding", "chunking"}),
+        invariance_limits=config.invariance_limits,
     )
     return (implementation,)

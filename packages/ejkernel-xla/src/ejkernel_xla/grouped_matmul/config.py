@@ -50,7 +50,7 @@ def heuristic(record: GroupedMatmul, device: Any, direction: Direction) -> RowTi
     return RowTiles(block_m=BLOCK_SIZES[1])
 
 
-FIXED_BLOCK = 64
+FIXED_BLOCK = 16
 """Rows of all tiles in a `batch_invariant` block: a product of other sizes would add in another order."""
 
 

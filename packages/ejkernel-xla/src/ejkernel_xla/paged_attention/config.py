@@ -66,7 +66,7 @@ def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) 
     return _default_tiles(record, device, BLOCK_KV)
 
 
-FIXED_STACK = 4
+FIXED_STACK = 1
 """Rows in one batched product in a `batch_invariant` block."""
 
 
