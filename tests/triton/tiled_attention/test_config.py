@@ -16,7 +16,7 @@ from ejkernel.modules import FlashAttentionConfig, flash_attention
 from ejkernel.ops import BwdParams
 from ejkernel.ops.device import DeviceInfo
 from ejkernel_triton.requirements import DEVICE_TOOLCHAIN
-from ejkernel_triton.tiled_attention import config, implementations
+from ejkernel_triton.tiled_attention import batch_invariant, config, implementations, invariance_limits
 from ejkernel_triton.tiled_attention.plan import plan_key_blocks, plan_query_blocks
 
 H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
@@ -161,3 +161,13 @@ def test_triton_is_refused_by_name_without_its_toolchain_or_device():
         jax.eval_shape(lambda x: flash_attention(x, x, x, platform="triton", cfg=FlashAttentionConfig()), array)
     (implementation,) = implementations()
     assert implementation.requires.modules == DEVICE_TOOLCHAIN
+
+
+def test_one_configuration_serves_all_calls_of_a_batch_invariant_block():
+    """A short call, a long one and a chunk with positions had different tiles."""
+    calls = [record(1, 1, 64), record(700, 700, 64)]
+    calls.append(dataclasses.replace(calls[1], q_positions=jax.ShapeDtypeStruct((1, 700), jnp.int32)))
+    assert len({batch_invariant(call, H200, "forward") for call in calls}) == 1
+    assert [list(invariance_limits(call)) for call in calls] == [[], [], []]
+    (reason,) = invariance_limits(dataclasses.replace(calls[1], sliding_window=(3, 0)))
+    assert reason.startswith("a window: ")

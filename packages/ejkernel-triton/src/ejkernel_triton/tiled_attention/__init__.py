@@ -1,12 +1,27 @@
 """Tiled softmax attention in Triton, for GPUs from Ampere on and AMD's through HIP."""
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from ejkernel.families.tiled_attention import DROPOUT_FIELDS, MASK_FIELDS, NUMERICS_FIELDS, SOFTMAX_FIELDS
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.tiled_attention import (
+    DROPOUT_FIELDS,
+    FAMILY,
+    MASK_FIELDS,
+    NUMERICS_FIELDS,
+    SOFTMAX_FIELDS,
+    TiledAttention,
+    causal_window_bounds,
+)
 from ejkernel.families.tiled_attention.block_maps import pattern_refusals
 from ejkernel.families.tiled_attention.kinds import tuning_key_of_large_calls
 from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import Direction
+from ejkernel.planning.fixed_sizes import with_fixed_sizes
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 from ejkernel_triton.tiled_attention import config
 
@@ -19,6 +34,35 @@ def _refusal_reasons(record: Any) -> Iterable[str]:
     if str(record.logits_dtype) not in ("float32", "bfloat16", "float16"):
         yield f"logits_dtype {record.logits_dtype} is not among bfloat16, float16, float32"
     yield from pattern_refusals(record)
+
+
+FIXED_LENGTH = 4096
+"""Queries and keys of the call whose configuration serves all calls in a `batch_invariant` block."""
+
+
+def batch_invariant(
+    record: TiledAttention, device: DeviceInfo, direction: Direction
+) -> config.TritonForward | config.TritonBackward:
+    """Returns the configuration for all calls in a `batch_invariant` block: that of a long call with positions.
+
+    A chunk of a prompt has positions, which take registers, and has to have the tiles of the whole prompt.
+    """
+    positions = jax.ShapeDtypeStruct((1, FIXED_LENGTH), jnp.int32)
+    record = with_fixed_sizes(record, FAMILY.axes_of(record), {"b": 1, "t": FIXED_LENGTH, "s": FIXED_LENGTH})
+    record = dataclasses.replace(record, q_positions=positions, kv_positions=positions)
+    return config.heuristic(record, device, direction)
+
+
+def invariance_limits(record: TiledAttention) -> Iterable[str]:
+    """Yields why rows of a record depend on the rest of its call."""
+    if record.dropout_prob > 0:
+        yield "dropout_prob: which weights are dropped follows from a row's place in the batch"
+    if record.pattern is not None:
+        yield "pattern: which key tiles are full, and so come first, follows from the other queries of a tile"
+    if record.mask is not None:
+        yield "mask: which key tiles are full, and so come first, follows from the other queries of a tile"
+    if causal_window_bounds(record)[0] is not None:
+        yield "a window: which key tiles are full, and so come first, follows from the other queries of a tile"
 
 
 def implementations() -> tuple[Implementation, ...]:
@@ -35,10 +79,10 @@ def implementations() -> tuple[Implementation, ...]:
             kind=tuning_key_of_large_calls,
             forward=config.TritonForward,
             backward=config.TritonBackward,
-            batch_invariant=config.batch_invariant,
+            batch_invariant=batch_invariant,
             public_fields=config.PUBLIC_FIELDS,
         ),
         invariant_to=frozenset({"batch", "padding", "chunking"}),
-        invariance_limits=config.invariance_limits,
+        invariance_limits=invariance_limits,
     )
     return (implementation,)

@@ -6,18 +6,15 @@ calls without such features; all others are large tiles whose kernels, compiled 
 """
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.tiled_attention import FAMILY, TiledAttention, causal_window_bounds
+from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.chips import KIBI, gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel.planning.fixed_sizes import with_fixed_sizes
 from ejkernel_triton.sizes import pad_to_dot_size
 from ejkernel_triton.tiled_attention.spec import (
     attends_to_everything,
@@ -257,33 +254,6 @@ TILES_OF_PASS: dict[PassName, dict[MatrixUnit, PreferredTilesByRowSize]] = {
 def heuristic(record: TiledAttention, device: DeviceInfo, direction: Direction) -> TritonForward | TritonBackward:
     """Returns the configuration for a record on a device, not measured."""
     return candidates(record, device, direction)[0]
-
-
-FIXED_LENGTH = 4096
-"""Queries and keys of the call whose configuration serves all calls in a `batch_invariant` block."""
-
-
-def batch_invariant(record: TiledAttention, device: DeviceInfo, direction: Direction) -> TritonForward | TritonBackward:
-    """Returns the configuration for all calls in a `batch_invariant` block: that of a long call with positions.
-
-    A chunk of a prompt has positions, which take registers, and has to have the tiles of the whole prompt.
-    """
-    positions = jax.ShapeDtypeStruct((1, FIXED_LENGTH), jnp.int32)
-    record = with_fixed_sizes(record, FAMILY.axes_of(record), {"b": 1, "t": FIXED_LENGTH, "s": FIXED_LENGTH})
-    record = dataclasses.replace(record, q_positions=positions, kv_positions=positions)
-    return heuristic(record, device, direction)
-
-
-def invariance_limits(record: TiledAttention) -> Iterator[str]:
-    """Yields why rows of a record depend on the rest of its call."""
-    if record.dropout_prob > 0:
-        yield "dropout_prob: which weights are dropped follows from a row's place in the batch"
-    if record.pattern is not None:
-        yield "pattern: which key tiles are full, and so come first, follows from the other queries of a tile"
-    if record.mask is not None:
-        yield "mask: which key tiles are full, and so come first, follows from the other queries of a tile"
-    if causal_window_bounds(record)[0] is not None:
-        yield "a window: which key tiles are full, and so come first, follows from the other queries of a tile"
 
 
 def candidates(
