@@ -70,10 +70,18 @@ def attend_with_everything(x):
     return output * lse.swapaxes(1, 2)[..., None]
 
 
+def attend_with_function(x, slopes, factors):
+    def score_mod(score, b, h, q, k):
+        return jnp.where(k == 3, -jnp.inf, score * jnp.sin(slopes[h]) * factors[h] - slopes[h] * (q - k) ** 2)
+
+    return flash_attention(x, x @ W, x, score_mod=score_mod)
+
+
 CALLS = {
     "attention": attend_with_everything,
     "packed": lambda x: flash_attention(x, x @ W, x, causal=True, cum_seqlens_q=jnp.array([0, 2, 6])),
     "numerator": lambda x: flash_attention(x, x @ W, x, normalize_output=False),
+    "function of scores": lambda x: attend_with_function(x, x[0, 0, :, 0], jnp.array([1, 2])),
     "gla": lambda x: gla_attention(x, jnp.sin(x), x, -(x**2)),
     "delta rule": lambda x: gated_delta_rule(x, x, x, -(x[..., 0] ** 2), jax.nn.sigmoid(x[..., 1])),
     "experts": lambda x: grouped_matmul(x.reshape(12, 8), jnp.stack([W, W.T]) * x[0, 0, 0, 0], jnp.array([5, 7])),

@@ -7,6 +7,7 @@ residuals as well, which its own backward function alone reads.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -122,12 +123,15 @@ class CallPlan:
         results = ForwardResults(*self._run_implementation(choice, argument))
         return _check_private_residuals(choice, results)
 
-    def forward_with_tangents(self, record: Any, tangents: dict[str, Any], choice: Choice) -> tuple[Any, Any]:
+    def forward_with_tangents(
+        self, record: Any, vs: list[Any], by_field: Callable[[Any, list[Any]], dict[str, Any]], choice: Choice
+    ) -> tuple[Any, Any]:
         """Runs the `forward_mode` function of a configured choice.
 
         Args:
             record: The family record.
-            tangents: Field name -> tangent, for those that have one.
+            vs: Tangents of some of its leaves.
+            by_field: Returns the tangents by record field.
             choice: Of the forward direction.
 
         Returns:
@@ -138,12 +142,14 @@ class CallPlan:
         function = load_object(choice.implementation.forward_mode)
         isolate = None if self.op.padding_only or not self.isolates_sequences else self.op.family.request_isolation
 
-        def run(argument: tuple[Any, dict[str, Any]]) -> tuple[Any, Any]:
-            record, tangents = argument if isolate is None else _isolate_tangents(isolate.record, *argument)
+        def run(argument: tuple[Any, list[Any]]) -> tuple[Any, Any]:
+            record, tangents = argument[0], by_field(*argument)
+            if isolate is not None:
+                record, tangents = _isolate_tangents(isolate.record, record, tangents)
             return function(record, tangents, choice.config)
 
         with jax.named_scope(f"ejkernel.{self.op.name}.forward_mode.{choice.implementation.name}"):
-            return _compat.call_without_varying_axes(run, (record, tangents))
+            return _compat.call_without_varying_axes(run, (record, vs))
 
     def differentiated(self, run: Any, choice: Choice, argument: Any) -> Any:
         """Runs a forward pass of a record, or a backward pass of a pullback, so that it can be differentiated again.

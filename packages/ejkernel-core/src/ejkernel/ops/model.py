@@ -234,8 +234,9 @@ class Implementation:
         gradients: Record fields `backward` gives a gradient for.
         backward_requires: What the backward pass needs, where that differs.
         forward_mode: `"module:function"`, called as `(record, tangents, config_part) -> (results, their tangents)`,
-            both `(output, residuals)`; `tangents` maps the fields that have any to theirs. It must be jnp that JAX can
-            differentiate in forward mode. None leaves it to JAX to derive tangents from the forward pass of XLA.
+            both `(output, residuals)`; `tangents` maps the fields that have any to theirs, in the field's structure. It
+            must be jnp that JAX can differentiate in forward mode. None leaves it to JAX to derive tangents from the
+            forward pass of XLA.
         priority: Higher is tried first; ties go by name. Where that depends on the call, a function of record, device
             and direction. XLA's is 0: a call for which it is below 0 goes to this implementation only where a caller
             asks for its platform.

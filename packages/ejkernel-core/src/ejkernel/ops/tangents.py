@@ -132,15 +132,18 @@ class TangentCall:
     def _derive(self, record: Any, xs: Leaves, vs: Leaves) -> tuple[Any, Any]:
         choice = tangent_choice(self.plan, record)
         if choice is not None and choice.implementation is not None and choice.implementation.forward_mode:
-            paths = jax.tree_util.tree_leaves_with_path(record)
-            tangents = {paths[i][0][0].name: v for i, v in zip(self.moved, vs, strict=True)}
-            return self.plan.forward_with_tangents(record, tangents, choice)
+            return self.plan.forward_with_tangents(record, vs, self._tangents_by_field, choice)
         run = self.plan.op.family.reference if choice is None else functools.partial(self.plan.forward, choice=choice)
         return jax.jvp(
             lambda some: tuple(run(jax.tree.unflatten(self.structure, replaced(xs, self.moved, some)))[:2]),
             ([xs[i] for i in self.moved],),
             (vs,),
         )
+
+    def _tangents_by_field(self, record: Any, vs: Leaves) -> dict[str, Any]:
+        leaves = [_zero_tangent(x) for x in jax.tree.leaves(record)]
+        moved = jax.tree.unflatten(self.structure, replaced(leaves, self.moved, vs))
+        return {name: getattr(moved, name) for name in sorted(self.fields(record))}
 
     def linear_map(self, results: ForwardResults) -> FirstOrder:
         """Returns the map from `vs` to the tangents of the results, where the forward pass has given these results."""

@@ -42,7 +42,7 @@ from ejkernel_xla.tiled_attention.kernels.scores import (
 )
 from ejkernel_xla.tiled_attention.plan import OuterStep, TilePlan, make_plan
 
-Fields = dict[str, jax.Array]
+Fields = dict[str, Any]
 Results = tuple[jax.Array, SoftmaxResiduals]
 
 
@@ -79,7 +79,7 @@ def forward_mode(record: TiledAttention, tangents: Fields, params: ChunkedSoftma
 
     Args:
         record: The canonical arguments.
-        tangents: Tangents of query, key, value, bias, relative_bias and softmax_aux; zero where left out.
+        tangents: Tangents of query, key, value, bias, relative_bias, score_mod and softmax_aux; zero where left out.
         params: Tile sizes.
     """
     state = results_without_keys(record, record.query.dtype)
@@ -162,7 +162,7 @@ def _scores_with_tangents(
     record, plan = call.record, call.plan
     key, key_tangent = call.load_with_tangent("key", lambda x: load_keys(x, record, plan, at, tile))
     pairs = {"query": (rows.query, rows.tangent), "key": (key, key_tangent)}
-    pairs |= {name: (getattr(record, name), call.tangents.get(name)) for name in ("bias", "relative_bias")}
+    pairs |= {name: (getattr(record, name), call.tangents.get(name)) for name in ("bias", "relative_bias", "score_mod")}
 
     def scores(moved: Fields) -> jax.Array:
         fields = {name: moved.get(name, value) for name, (value, _) in pairs.items()}
@@ -177,7 +177,7 @@ def _scores_with_tangents(
     allowed = allowed_pairs(record, plan, at, tile) if masked else None
     if allowed is not None:
         value = jnp.where(allowed, value, -jnp.inf)
-    if tangents is not None and (allowed is not None or record.bias is not None):
+    if tangents is not None and (allowed is not None or record.bias is not None or record.score_mod is not None):
         tangents = jnp.where(value > -jnp.inf, tangents, 0)  # the weight is 0, and 0 x NaN would be NaN
     return value, tangents
 
