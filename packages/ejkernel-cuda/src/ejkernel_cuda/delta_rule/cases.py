@@ -10,7 +10,6 @@ from ejkernel.modules.operations.cases import state_space
 from ejkernel.modules.operations.cases.recurrence import RecurrenceSizes, Row, gate_maker, make_cases
 from ejkernel.modules.operations.gated_delta_rule import GatedDeltaRuleArguments
 from ejkernel.modules.operations.gated_linear_attention import GLAttentionArguments
-from ejkernel.modules.operations.lightning_attention import LightningAttentionArguments
 from ejkernel.modules.operations.recurrent_attention import RecurrentAttentionArguments
 from ejkernel.modules.operations.state_space_v2 import StateSpaceV2Arguments
 from ejkernel.ops.model import Case
@@ -54,16 +53,6 @@ _CONSTANT_GATE_CASES: tuple[Row, ...] = (
     ),
 )
 
-_LIGHTNING_CASES: tuple[Row, ...] = (
-    (
-        "CUDA chunks, decay of a layer",
-        RecurrenceSizes(b=1, t=65, h=2, g=2, v=64, **DEFAULT_SIZES),
-        gate_maker("initial_state", layer_idx=1, num_layers=4, return_state=True),
-        ("decay", "initial_state"),
-        (),
-    ),
-)
-
 _STATE_SPACE_CASES: tuple[state_space.Row, ...] = (
     (
         "CUDA chunks with a state",
@@ -98,7 +87,6 @@ def cases_without_delta() -> dict[str, tuple[Case, ...]]:
     state_space_cases = state_space.make_cases(StateSpaceV2Arguments, _STATE_SPACE_CASES)
     return {
         "gated_linear_attention": make_cases(GLAttentionArguments, _GATED_CASES),
-        "lightning_attention": make_cases(LightningAttentionArguments, _LIGHTNING_CASES),
         "recurrent_attention": make_cases(RecurrentAttentionArguments, _CONSTANT_GATE_CASES),
         "state_space_v2": tuple(_with_short_columns(case) for case in state_space_cases),
     }
