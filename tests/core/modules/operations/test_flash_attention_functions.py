@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 import ejkernel
 from ejkernel.modules import blocksparse_attention, flash_attention
 from ejkernel.modules.operations.configs import FlashAttentionConfig
-from ejkernel.ops import BwdParams, FwdParams
+from ejkernel.ops import BwdParams, FwdParams, forward_mode
 from ejkernel.ops.call import _compiled_function
 
 KEYS = jax.random.split(jax.random.key(0), 5)
@@ -122,6 +122,19 @@ def test_indices_of_shards_are_those_of_the_whole_call():
     got = jax.jit(jax.value_and_grad(lambda table: loss(table, **placed)))(TABLE)
     np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
     np.testing.assert_allclose(got[1], want[1], **SMALL)
+
+
+def test_forward_mode_goes_through_functions():
+    arrays, moved = (QUERY, KEY, VALUE, TABLE), (COTANGENT, VALUE, KEY, TABLE + 1)
+
+    def of(attend):
+        return lambda *arrays: attend(*arrays[:3], **FUNCTIONS["swin"](arrays[3]))
+
+    with forward_mode():
+        got = jax.jit(lambda *vs: jax.jvp(of(flash_attention), arrays, vs))(*moved)
+        want = jax.jit(lambda *vs: jax.jvp(of(dense), arrays, vs))(*moved)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-4)
 
 
 def test_functions_that_are_written_again_are_compiled_once():
