@@ -13,6 +13,7 @@ from ejkernel_conformance.test_capabilities import (
     test_sharding_fields,
 )
 from ejkernel_conformance.test_determinism import test_determinism, test_gradient_determinism
+from ejkernel_conformance.test_forward_mode import test_forward_mode
 from ejkernel_conformance.test_gradients import test_gradients
 from ejkernel_conformance.test_padding import test_padding, test_padding_gradients
 from ejkernel_conformance.test_requests import test_request_gradients, test_requests
@@ -25,6 +26,7 @@ __all__ = [
     "test_candidates",
     "test_determinism",
     "test_eager_equals_jit",
+    "test_forward_mode",
     "test_gives_gradient",
     "test_gradient_determinism",
     "test_gradients",

@@ -151,6 +151,23 @@ def test_more_than_one_reverse_needs_the_other_block():
     np.testing.assert_allclose(tangent, jax.jvp(plainly, (X,), (V,))[1], rtol=0, atol=1e-5)
 
 
+def test_inside_of_the_callers_shard_map_gradients_are_summed_over_devices():
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, both = jax.sharding.PartitionSpec("x"), jnp.concatenate([X, V])
+
+    def on_device(x, w):
+        return flash_attention(x, x @ w, x, causal=True)
+
+    def curvature(f):
+        gradient = jax.grad(lambda w: jnp.sum(jnp.sin(f(both, w))))
+        return jax.jit(lambda: jax.jvp(gradient, (W,), (jnp.cos(W),)))()
+
+    with forward_mode():
+        specs = {"in_specs": (rows, jax.sharding.PartitionSpec()), "out_specs": rows}
+        got, want = curvature(jax.shard_map(on_device, mesh=mesh, **specs)), curvature(on_device)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
 def test_outside_of_the_block_the_message_names_it():
     with pytest.raises(NotImplementedError, match=r"flash_attention has no forward-mode derivative .*forward_mode\(\)"):
         jax.jvp(attend, (X,), (V,))

@@ -153,7 +153,10 @@ def aval_varying_like(shape: tuple[int, ...], dtype: Any, avals: Any) -> Any:
     if tracked is None:
         return made(shape, dtype)
     kind = getattr(tracked, "manual_axis_type", None)
-    return made(shape, dtype, vma=tracked.vma) if kind is None else made(shape, dtype, manual_axis_type=kind)
+    spec = jax.sharding.PartitionSpec(*[None] * len(shape))
+    sharding = jax.sharding.NamedSharding(tracked.sharding.mesh, spec)
+    axes = {"vma": tracked.vma} if kind is None else {"manual_axis_type": kind}
+    return made(shape, dtype, sharding=sharding, **axes)
 
 
 def _is_varying(aval: Any) -> bool:

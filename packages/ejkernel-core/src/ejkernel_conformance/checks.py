@@ -81,6 +81,16 @@ def check_gradients(subject: Subject) -> None:
     assert_gradients_close(got, want, subject.tolerance, str(subject))
 
 
+def check_forward_mode(subject: Subject) -> None:
+    """Checks that output and tangents of a call in a `forward_mode` block are those of the differentiated reference."""
+    op, names = subject.op, running.differentiable_inputs(subject.op, subject.case)
+    plan = dataclasses.replace(pinned_plan(op, subject.implementation), forward_mode=True)
+    tangents = running.normal_like({name: running.leaves_by_name(subject.args)[name] for name in names})
+    got = jax.jit(running.with_tangents(lambda args: running.call(plan, args)))(subject.args, tangents)
+    want = running.on_cpu(running.with_tangents(op.reference))(subject.args, tangents)
+    assert_close(got, want, subject.tolerance, f"{subject}, forward mode")
+
+
 def check_vmap(subject: Subject, *, integers_shared: bool = False) -> None:
     """Checks that outputs and gradients under `jax.vmap` over two inputs of a case are those of the reference for each
     input.

@@ -7,6 +7,7 @@ import pytest
 PARAMETERS = (
     "ejk_subject",
     "ejk_differentiable",
+    "ejk_forward_mode",
     "ejk_kernel_indexed",
     "ejk_kernel_on_gpu",
     "ejk_padded",

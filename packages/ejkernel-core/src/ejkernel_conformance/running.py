@@ -46,6 +46,22 @@ def with_gradients(function: Callable[[Any], Any], names: tuple[str, ...]) -> Ca
     return both
 
 
+def with_tangents(function: Callable[[Any], Any]) -> Callable[[Any, Gradients], tuple[Any, Any]]:
+    """Returns a function (inputs, tangents by name) -> (output, tangents of its floating arrays)."""
+
+    def both(tree: Any, tangents: Gradients) -> tuple[Any, Any]:
+        leaves, structure = leaves_by_name(tree), jax.tree.structure(tree)
+
+        def moved(some: Gradients) -> Any:
+            return function(jax.tree.unflatten(structure, list((leaves | some).values())))
+
+        output, changes = jax.jvp(moved, ({name: leaves[name] for name in tangents},), (tangents,))
+        pairs = zip(jax.tree.leaves(output), jax.tree.leaves(changes), strict=True)
+        return output, [change for x, change in pairs if is_floating(x)]
+
+    return both
+
+
 def _tangent_like(x: jax.Array, cotangent: jax.Array) -> Any:
     """Returns the cotangent; of integers the one that JAX has for them."""
     return cotangent if is_floating(x) else np.zeros(x.shape, jax.dtypes.float0)

@@ -12,6 +12,7 @@ from ejkernel.ops.device import current_device
 from ejkernel.ops.model import Case, Implementation, Op
 from ejkernel.ops.params import Direction
 from ejkernel.ops.plugins import registry
+from ejkernel.types.arguments import non_default_fields
 from ejkernel_conformance.claims import record_refusals
 from ejkernel_conformance.padding import has_segments
 from ejkernel_conformance.requests import may_have_several
@@ -93,6 +94,7 @@ class Selection:
         made: dict[str, Callable[[], Iterable[Any]]] = {
             "ejk_subject": lambda: subjects,
             "ejk_differentiable": lambda: filter(_can_be_differentiated, subjects),
+            "ejk_forward_mode": lambda: _with_forward_mode(self),
             "ejk_kernel_indexed": lambda: filter(_is_kernel_with_integers, subjects),
             "ejk_kernel_on_gpu": lambda: filter(_is_kernel, subjects) if current_device().platform == "gpu" else (),
             "ejk_padded": lambda: filter(_can_be_padded, subjects),
@@ -165,6 +167,14 @@ def _in_float64(case: Case) -> Case:
 def _subjects(selection: Selection) -> tuple[Subject, ...]:
     # Cached, so that all tests of a case get the same object and with it what was computed for it.
     return tuple(subject for target in _targets(selection) for subject in target.subjects)
+
+
+def _with_forward_mode(selection: Selection) -> Iterator[Subject]:
+    """Returns the differentiable case with most options, of every operation of implementations with `forward_mode`."""
+    for target in _targets(selection):
+        subjects = list(filter(_can_be_differentiated, target.subjects)) if target.implementation.forward_mode else []
+        if subjects:
+            yield max(subjects, key=lambda s: len(non_default_fields(abstract_record(s.op, s.case))))
 
 
 def _is_kernel_with_integers(subject: Subject) -> bool:
