@@ -137,6 +137,28 @@ def test_forward_mode_goes_through_functions():
         np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-4)
 
 
+def test_arrays_with_explicit_axes_are_split_as_their_types_say():
+    def call(query, key, value, ids):
+        return flash_attention(query, key, value, mask_mod=lambda b, h, q, k: (ids[q] == ids[k]) | (h > 1))
+
+    want = call(QUERY, KEY, VALUE, DOCUMENTS[0])
+    mesh = jax.make_mesh((2,), ("dp",), (jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, jax.NamedSharding(mesh, P("dp"))) for x in (QUERY, KEY, VALUE)]
+        got = jax.jit(call)(*placed, jax.device_put(DOCUMENTS[0], jax.NamedSharding(mesh, P())))
+    np.testing.assert_allclose(got, want, **SMALL)
+
+
+def test_a_batch_of_any_size_is_exported():
+    def call(query, ids):
+        return flash_attention(query, query, query, mask_mod=lambda b, h, q, k: ids[b, q] == ids[b, k])
+
+    (b,) = jax.export.symbolic_shape("b")
+    shapes = jax.ShapeDtypeStruct((b, *QUERY.shape[1:]), jnp.float32), jax.ShapeDtypeStruct((b, TOKENS), jnp.int32)
+    exported = jax.export.export(jax.jit(call))(*shapes)
+    np.testing.assert_allclose(exported.call(QUERY, DOCUMENTS), call(QUERY, DOCUMENTS), **SMALL)
+
+
 def test_functions_that_are_written_again_are_compiled_once():
     def call(n):
         return flash_attention(QUERY, KEY, VALUE, score_mod=lambda s, b, h, q, k: s + n * TABLE[h, k % 32])

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from ejkernel import _compat
 from ejkernel.types.arguments import arguments, static
@@ -90,7 +90,7 @@ class PairFunction:
         jaxpr = self.program.jaxpr
         captured = [_as_dtype_of(v, x) for v, x in zip(jaxpr.constvars, self.captured, strict=True)]
         inputs = [_as_dtype_of(v, x) for v, x in zip(jaxpr.invars, scalars, strict=True)]
-        return jaxpr_as_fun(ClosedJaxpr(jaxpr, captured))(*inputs)[0]
+        return _evaluate(jaxpr, [*captured, *inputs])[0]
 
     def of_pairs(self, *arrays: jax.Array) -> jax.Array:
         """Returns the results for arrays of one rank, whose axes of size 1 broadcast.
@@ -185,6 +185,29 @@ def _as_dtype_of(variable: Any, x: Any) -> Any:
     """Returns an argument in the dtype with which the function was traced."""
     dtype = variable.aval.dtype
     return jnp.asarray(x).astype(dtype) if jnp.issubdtype(dtype, jnp.number) else x
+
+
+def _evaluate(jaxpr: Jaxpr, values: list[Any]) -> list[Any]:
+    """Returns the results of a jaxpr, given its constants and inputs.
+
+    Operations run under the current mesh: JAX's own evaluation goes back to that of the trace, which is explicit where
+    the call is sharded by the types of its arrays, while the kernel runs under `shard_map`.
+    """
+    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), values, strict=True))
+
+    def read(x: Any) -> Any:
+        return x.val if isinstance(x, Literal) else known[x]
+
+    for eqn in jaxpr.eqns:
+        inputs, primitive = list(map(read, eqn.invars)), eqn.primitive
+        if primitive.name == "jit":
+            inner = eqn.params["jaxpr"]
+            results = _evaluate(inner.jaxpr, [*inner.consts, *inputs])
+        else:
+            results = primitive.bind(*inputs, **primitive.get_bind_params(eqn.params))
+            results = results if primitive.multiple_results else [results]
+        known.update(zip(eqn.outvars, results, strict=True))
+    return list(map(read, jaxpr.outvars))
 
 
 def _call_elementwise(function: Callable[..., jax.Array], arrays: tuple[jax.Array, ...]) -> jax.Array:

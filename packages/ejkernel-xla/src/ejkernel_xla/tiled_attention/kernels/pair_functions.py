@@ -5,6 +5,7 @@ They are functions of scalars, mapped over the axes of a tile. What does not dep
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -105,8 +106,9 @@ def _classify(function: PairFunction, plan: TilePlan, origin: jax.Array | None) 
         return jnp.any(pairs), jnp.all(pairs)
 
     pairs_per_tile = plan.batch * plan.heads * plan.group * plan.queries.block * plan.keys.block
-    tiles = jnp.arange(np.prod(shape), dtype=jnp.int32)
-    some, every = lax.map(tile, tiles, batch_size=max(1, SCORES_PER_STEP // pairs_per_tile))
+    known = all(isinstance(size, int) for size in shape)  # not of a symbolic batch, as in `jax.export`
+    batch_size = max(1, SCORES_PER_STEP // pairs_per_tile) if known else None
+    some, every = lax.map(tile, jnp.arange(math.prod(shape), dtype=jnp.int32), batch_size=batch_size)
     return some.reshape(shape), every.reshape(shape)
 
 
