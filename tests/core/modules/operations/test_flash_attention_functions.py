@@ -124,6 +124,21 @@ def test_indices_of_shards_are_those_of_the_whole_call():
     np.testing.assert_allclose(got[1], want[1], **SMALL)
 
 
+def test_gradients_of_narrow_tables_are_summed_in_float32():
+    tokens = 96
+    arrays = jax.random.normal(KEYS[0], (3, 1, tokens, 1, 8))
+
+    def loss(table):
+        def score_mod(score, b, h, q, k):
+            return score + table[jnp.where(k > 2, 0, 1)]
+
+        return jnp.sum(flash_attention(*arrays, score_mod=score_mod) * jnp.arange(8.0))
+
+    wide, narrow = (jax.grad(loss)(jnp.zeros(2, dtype)) for dtype in (jnp.float32, jnp.bfloat16))
+    assert narrow.dtype == jnp.bfloat16
+    np.testing.assert_allclose(narrow.astype(jnp.float32), wide, rtol=2**-8)
+
+
 def test_forward_mode_goes_through_functions():
     arrays, moved = (QUERY, KEY, VALUE, TABLE), (COTANGENT, VALUE, KEY, TABLE + 1)
 

@@ -62,6 +62,26 @@ class PairProgram:
         """Returns the names of the indices that the result may depend on."""
         return frozenset(name for name, variable in self._indices() if self._depends_on(variable))
 
+    @functools.cached_property
+    def takes_wider_arrays(self) -> bool:
+        """Returns whether it can compute with captured arrays of 16 bits in float32, as for sums of their gradients.
+
+        Most functions read an entry and add it to the score. One that multiplies entries with each other cannot.
+        """
+        avals: list[Any] = [v.aval for v in (*self.jaxpr.constvars, *self.jaxpr.invars)]
+        narrow = [_is_narrow(aval.dtype) and n < len(self.jaxpr.constvars) for n, aval in enumerate(avals)]
+        if not any(narrow) or _has_inner_functions(self.jaxpr):
+            return False
+        shapes = [
+            jax.ShapeDtypeStruct(aval.shape, jnp.float32 if widen else aval.dtype)
+            for aval, widen in zip(avals, narrow, strict=True)
+        ]
+        try:
+            jax.eval_shape(lambda *values: _evaluate(self.jaxpr, list(values)), *shapes)
+        except (TypeError, ValueError):  # an operation of two dtypes
+            return False
+        return True
+
     def _indices(self) -> Iterator[tuple[str, Any]]:
         return zip(INDEX_NAMES, self.jaxpr.invars[-len(INDEX_NAMES) :], strict=True)
 
@@ -88,7 +108,11 @@ class PairFunction:
     def __call__(self, *scalars: Any) -> jax.Array:
         """Returns the result for the scalars: the score, if the function has one, and the four indices."""
         jaxpr = self.program.jaxpr
-        captured = [_as_dtype_of(v, x) for v, x in zip(jaxpr.constvars, self.captured, strict=True)]
+        keep = self.program.takes_wider_arrays
+        captured = [
+            x if keep and _is_wider(x, v) else _as_dtype_of(v, x)
+            for v, x in zip(jaxpr.constvars, self.captured, strict=True)
+        ]
         inputs = [_as_dtype_of(v, x) for v, x in zip(jaxpr.invars, scalars, strict=True)]
         return _evaluate(jaxpr, [*captured, *inputs])[0]
 
@@ -185,6 +209,25 @@ def _as_dtype_of(variable: Any, x: Any) -> Any:
     """Returns an argument in the dtype with which the function was traced."""
     dtype = variable.aval.dtype
     return jnp.asarray(x).astype(dtype) if jnp.issubdtype(dtype, jnp.number) else x
+
+
+def _is_narrow(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+
+
+def _is_wider(x: Any, variable: Any) -> bool:
+    return _is_narrow(variable.aval.dtype) and x.dtype == jnp.float32
+
+
+def _has_inner_functions(jaxpr: Jaxpr) -> bool:
+    """Returns whether an operation has a function in it whose dtypes are fixed; those of `jit` are inlined."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "jit":
+            if _has_inner_functions(eqn.params["jaxpr"].jaxpr):
+                return True
+        elif any(isinstance(x, ClosedJaxpr | Jaxpr) for x in jax.tree.leaves(list(eqn.params.values()))):
+            return True
+    return False
 
 
 def _evaluate(jaxpr: Jaxpr, values: list[Any]) -> list[Any]:

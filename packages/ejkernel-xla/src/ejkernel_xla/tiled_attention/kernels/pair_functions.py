@@ -49,7 +49,11 @@ def pull_back_scores(
         The gradient of the scores, and one of every captured array, None for integers.
     """
     function: Any = record.score_mod
-    floating = {n: x for n, x in enumerate(function.captured) if jnp.issubdtype(x.dtype, jnp.floating)}
+    floating = {
+        n: x.astype(jnp.promote_types(x.dtype, unmodified.dtype))  # the sums over pairs need its digits
+        for n, x in enumerate(function.captured)
+        if jnp.issubdtype(x.dtype, jnp.floating)
+    }
 
     def run(scores: jax.Array, floating: dict[int, jax.Array]) -> jax.Array:
         captured = tuple(floating.get(n, x) for n, x in enumerate(function.captured))
@@ -97,7 +101,7 @@ def _constant_tiles(program: PairProgram, plan: TilePlan) -> tuple[np.ndarray, n
 def _classify(function: PairFunction, plan: TilePlan, origin: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     read = function.program.inputs_read
     chunks = [count if name in read else 1 for name, count in zip("bh", plan.chunks, strict=True)]
-    shape = (*chunks, plan.queries.tiles, plan.keys.tiles)
+    shape: tuple[Any, ...] = (*chunks, plan.queries.tiles, plan.keys.tiles)
 
     def tile(n: jax.Array) -> tuple[jax.Array, jax.Array]:
         row, head, query, key = jnp.unravel_index(n, shape)
