@@ -57,7 +57,7 @@ def heuristic(record: TiledAttention, device: Any, direction: Direction) -> Chun
     )
 
 
-FIXED_BLOCK_Q, FIXED_BLOCK_KV = 64, 256
+FIXED_BLOCK_Q, FIXED_BLOCK_KV = 32, 256
 """Tile sizes in a `batch_invariant` block."""
 
 
