@@ -10,7 +10,7 @@ import ejkernel_triton
 ROOT = Path(ejkernel_triton.__file__).parent
 DATA = {"tuned", "evidence", "__pycache__"}
 SUBFAMILIES = {
-    "linear_recurrence": {"chunked", "delta", "decode", "segments"},
+    "linear_recurrence": {"chunked", "delta", "decode", "low_rank", "segments"},
     "paged_attention": {"latent"},
     "selective_scan": {"decode"},
 }

@@ -1,9 +1,16 @@
 """Linear recurrences in Triton, for GPUs from Ampere on and AMD's through HIP."""
 
 from ejkernel.ops import Implementation
-from ejkernel_triton.linear_recurrence import chunked, decode, delta
+from ejkernel_triton.linear_recurrence import chunked, decode, delta, low_rank
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """Returns the implementations of recurrences and the delta rule, in both passes, and of decode steps."""
-    return (*chunked.implementations(), *delta.implementations(), *decode.implementations())
+    """Returns the implementations of recurrences, the delta rule and the low-rank term, in both passes, and of decode
+    steps.
+    """
+    return (
+        *chunked.implementations(),
+        *delta.implementations(),
+        *low_rank.implementations(),
+        *decode.implementations(),
+    )

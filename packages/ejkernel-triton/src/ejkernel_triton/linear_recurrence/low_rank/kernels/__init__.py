@@ -1,0 +1,1 @@
+"""Kernels of recurrences whose transitions are diagonal plus low rank."""
