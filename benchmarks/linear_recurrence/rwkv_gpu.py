@@ -2,9 +2,12 @@
 
     python benchmarks/linear_recurrence/rwkv_gpu.py          # B4 S8192 H16, heads of 64
     python benchmarks/linear_recurrence/rwkv_gpu.py --check  # a short row on any device, no times
+    python benchmarks/linear_recurrence/rwkv_gpu.py --fla    # flash-linear-attention's chunk_rwkv7 too
 
-Log decays are -exp(uniform(-6, 0)) per channel, about the range of a trained RWKV-6. Outputs are compared with the
-reference in float32 on a short row first. Sides are interleaved, several calls a sample, and medians are printed.
+Log decays are -exp(uniform(-6, 0)) per channel, about the range of a trained RWKV-6. `rwkv7_mul` also runs with those
+of a fresh RWKV-7 layer, -exp(-0.5) sigmoid(normal), which are bounded, and with harsh ones, -exp(2 normal), of which 2%
+are -inf. Outputs are compared with the reference in float32 on a short row first. Sides are interleaved, several calls
+a sample, and medians are printed.
 """
 
 import functools
@@ -36,6 +39,17 @@ FIELDS: dict[Callable[..., Any], tuple[str, ...]] = {
     rwkv7_mul: ("r", "w", "k", "v", "kk", "a"),
 }
 """The arrays of each operation, in the order of its arguments."""
+
+
+def bounded_decays(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns log decays as RWKV-7's layers compute them, from a normal distribution."""
+    return -jnp.exp(-0.5) * jax.nn.sigmoid(jax.random.normal(key, shape))
+
+
+def harsh_decays(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns log decays of all strengths, of which 2% forget."""
+    forgets = jax.random.uniform(jax.random.fold_in(key, 1), shape) < 0.02
+    return jnp.where(forgets, -jnp.inf, -jnp.exp(2 * jax.random.normal(key, shape)))
 
 
 def inputs(batch: int, tokens: int, heads: int) -> dict[str, jax.Array]:
@@ -74,6 +88,32 @@ def graded(operation: Callable[..., Any], *arrays: jax.Array) -> Any:
     return jax.grad(total, tuple(range(len(arrays))))(*arrays)
 
 
+def fla_sides(arrays: dict[str, jax.Array]) -> dict[str, shared.turns.TimedCall]:
+    """Returns both passes of flash-linear-attention's `chunk_rwkv7`, with its default and with bounded gates."""
+    import torch
+    from fla.ops.rwkv7 import chunk_rwkv7
+
+    rate, direction = arrays["a"], arrays["kk"]
+    jax_arrays = (*(arrays[name] for name in ("r", "w", "k", "v")), -direction, direction * rate)
+    tensors = [torch.from_dlpack(x).clone() for x in jax_arrays]
+    graded_tensors = [x.clone().requires_grad_() for x in tensors]
+
+    def forward(**options: Any) -> Any:
+        with torch.no_grad():
+            return chunk_rwkv7(*tensors, scale=HEAD_DIM**-0.5, **options)[0]
+
+    def both(**options: Any) -> Any:
+        output = chunk_rwkv7(*graded_tensors, scale=HEAD_DIM**-0.5, **options)[0]
+        return torch.autograd.grad(output, graded_tensors, torch.ones_like(output))
+
+    kinds = {"fla chunk_rwkv7": {}, "fla chunk_rwkv7 safe_gate": {"safe_gate": True, "chunk_size": 64}}
+    return {
+        f"{name} {which}": functools.partial(call, **options)
+        for name, options in kinds.items()
+        for which, call in (("forward", forward), ("both", both))
+    }
+
+
 def rows(options: Namespace) -> Iterator[list[str]]:
     """Yields a line per operation."""
     for operation in FIELDS:
@@ -90,9 +130,15 @@ def rows(options: Namespace) -> Iterator[list[str]]:
         arrays = [large[name] for name in fields]
         sides[f"{operation.__name__} forward"] = functools.partial(jax.jit(operation), *arrays)
         sides[f"{operation.__name__} both"] = functools.partial(jax.jit(functools.partial(graded, operation)), *arrays)
+    shape = large["w"].shape
+    for name, decays in (("bounded", bounded_decays), ("harsh", harsh_decays)):
+        arrays = [(large | {"w": decays(jax.random.key(2), shape)})[field] for field in FIELDS[rwkv7_mul]]
+        sides[f"rwkv7_mul, {name} forward"] = functools.partial(jax.jit(rwkv7_mul), *arrays)
+        sides[f"rwkv7_mul, {name} both"] = functools.partial(jax.jit(functools.partial(graded, rwkv7_mul)), *arrays)
+    if options.fla:
+        sides |= fla_sides(large | {"w": bounded_decays(jax.random.key(2), shape)})
     took = shared.turns.time_in_turns(sides, 5)
-    for operation in FIELDS:
-        name = operation.__name__
+    for name in dict.fromkeys(side.rpartition(" ")[0] for side in sides):
         yield [name, *(f"{took[f'{name} {which}'] * 1e3:.2f}" for which in ("forward", "both"))]
     key, value = jax.random.normal(jax.random.key(1), (2, 4, 2048, 1024))
     zeros = jnp.zeros(1024)
@@ -102,7 +148,13 @@ def rows(options: Namespace) -> Iterator[list[str]]:
 
 def main() -> None:
     """Prints the table."""
-    options = shared.report.parse_options(__doc__, {"--check": "a short row on any device, no times"})
+    options = shared.report.parse_options(
+        __doc__,
+        {
+            "--check": "a short row on any device, no times",
+            "--fla": "flash-linear-attention's chunk_rwkv7 beside, in the same process",
+        },
+    )
     shared.report.print_rows_as_measured(COLUMNS, rows(options))
 
 

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import Direction
 from ejkernel_triton.linear_recurrence import chunked
 from ejkernel_triton.linear_recurrence.low_rank import config
 from ejkernel_triton.requirements import triton_implementation, triton_requires
@@ -12,10 +14,13 @@ MAX_HEAD_DIM = 64
 """Largest head dimension: a program has all channels of a chunk's vectors, and a chunk's transition has K x K elements.
 RWKV-7's heads have 64 channels."""
 
-HANDLED_FIELDS = (chunked.HANDLED_FIELDS - {"dt", "skip", "precision"}) | {"low_rank_write", "low_rank_read"}
+VECTOR_FIELDS = frozenset({"low_rank_write", "low_rank_read"})
+"""The vectors of the low-rank term."""
+
+HANDLED_FIELDS = (chunked.HANDLED_FIELDS - {"dt", "skip", "precision", "transposed_states"}) | VECTOR_FIELDS
 """Optional fields that the kernels honour."""
 
-DIFFERENTIABLE_FIELDS = (chunked.DIFFERENTIABLE_FIELDS - {"dt", "skip"}) | {"low_rank_write", "low_rank_read"}
+DIFFERENTIABLE_FIELDS = (chunked.DIFFERENTIABLE_FIELDS - {"dt", "skip"}) | VECTOR_FIELDS
 
 
 def _refusal_reasons(record: Any) -> Iterable[str]:
@@ -28,6 +33,17 @@ def _refusal_reasons(record: Any) -> Iterable[str]:
         yield f"decay: got {got}, wants a gate per key channel, {key_dim} per head"
 
 
+def _priority(record: Any, device: DeviceInfo, direction: Direction) -> int:
+    """Returns the place in the order of choice: below XLA, which is at 0, for a token of each row or sequence.
+
+    A chunk's transition is as large as two states, so that a step of one token moves 2.5 times the bytes of reading and
+    writing the states; XLA pads no token to a chunk.
+    """
+    num_sequences = record.query.shape[0] if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
+    num_tokens = record.query.shape[0] * record.query.shape[1]
+    return -1 if num_tokens <= num_sequences else 10
+
+
 def implementations() -> tuple[Implementation, ...]:
     """Returns recurrences with a low-rank term."""
     return (
@@ -38,6 +54,7 @@ def implementations() -> tuple[Implementation, ...]:
             backward="linear_recurrence.low_rank.backward:backward",
             gradients=DIFFERENTIABLE_FIELDS,
             paired=True,
+            priority=_priority,
             requires=triton_requires(
                 head_dims=range(1, MAX_HEAD_DIM + 1), handles=HANDLED_FIELDS, extra_reasons=_refusal_reasons
             ),

@@ -38,13 +38,13 @@ def backward(pullback: Pullback, config: LowRankConfig) -> Gradients:
     if residuals is None:
         _, _, residuals = run_chunks(call, store_residuals=True)
     output_cotangent, final_cotangent = pullback.cotangent
-    output_cotangent = output_cotangent.astype(record.query.dtype)
+    output_cotangent = output_cotangent.astype(call.record.query.dtype)
     final_cotangent = final_cotangent[None] if is_packed else final_cotangent[:, None]
     initial_gradients, dstates = scan_state_gradients(call, residuals, output_cotangent, final_cotangent)
     dvalue, reads, dreads = value_and_read_gradients(call, residuals, dstates, output_cotangent)
     gate_dtype = gate_gradient_dtype(record, grad_fields) or jnp.float32
     gradients = vector_gradients(call, (reads, dreads, residuals.states, dstates), output_cotangent, gate_dtype)
-    gradients["value"] = sum_over_head_groups(dvalue, record.value)
+    gradients["value"] = sum_over_head_groups(dvalue, call.record.value)
     if is_packed:
         gradients = {name: zero_padding(x, call.chunk_tables) for name, x in gradients.items()}
     initial_gradients = initial_gradients[0] if is_packed else initial_gradients[:, 0]
@@ -104,7 +104,7 @@ def value_and_read_gradients(
     dvalue, reads, dreads = launch(
         chunk_bwd_dvy_kernel,
         (
-            *(record.query, record.key, record.value, record.decay, record.low_rank_write, record.low_rank_read),
+            *call.token_arrays,
             *(call.gate_sum_matrices, residuals.inverse, residuals.states, dstates, cotangent),
             *call.chunk_tables.chunk_kernel_inputs,
         ),
@@ -133,28 +133,75 @@ def vector_gradients(
     Returns:
         Gradients of query and key in their shapes, the others [B, T, H, K].
     """
-    from ejkernel_triton.linear_recurrence.low_rank.kernels.chunk_bwd_dqkab import chunk_bwd_dqkab_kernel
-
-    record, spec, batch = call.record, call.spec, call.record.query.shape[0]
-    arrays = {
-        "query": record.query,
-        "key": record.key,
-        "low_rank_write": record.low_rank_write,
-        "low_rank_read": record.low_rank_read,
+    record, (reads, dreads, states, dstates) = call.record, chunk_arrays
+    dkey, dwrite, *writer_dgates = writer_gradients(call, (reads, dreads, dstates, cotangent))
+    readers = reader_gradients(call, (reads, dreads, states, dstates, cotangent, *writer_dgates), gate_gradient_dtype)
+    dquery, dread, ddecay = readers
+    return {
+        "query": sum_over_head_groups(dquery, record.query),
+        "key": sum_over_head_groups(dkey, record.key),
+        "low_rank_write": dwrite,
+        "low_rank_read": dread,
+        "decay": ddecay,
     }
-    tokens = (batch, spec.T, spec.H, spec.K)
-    # The gradients of heads that share a query or key are added up by XLA.
-    outputs = [ShapeDtype(tokens, x.dtype if x.shape[2] == spec.H else jnp.float32) for x in arrays.values()]
-    *gradients, ddecay = launch(
-        chunk_bwd_dqkab_kernel,
-        (
-            *(record.query, record.key, record.value, record.decay, record.low_rank_write, record.low_rank_read),
-            *(call.gate_sum_matrices, *chunk_arrays, cotangent),
-            *call.chunk_tables.chunk_kernel_inputs,
-        ),
-        [*outputs, ShapeDtype(tokens, gate_gradient_dtype)],
+
+
+def writer_gradients(call: LowRankCall, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Returns the gradients of keys and write vectors for each state head, [B, T, H, K], and their terms of those of
+    sums of gates: of each token [B, H, NUM_CHUNKS, CHUNK_SIZE, K], and of the chunk's end [B, H, NUM_CHUNKS, K].
+
+    Args:
+        call: What the launches of the call share.
+        arrays: Reads and their gradients, gradients of states, and the output's cotangent.
+    """
+    from ejkernel_triton.linear_recurrence.low_rank.kernels.chunk_bwd_dka import chunk_bwd_dka_kernel
+
+    spec, batch = call.spec, call.record.query.shape[0]
+    return launch(
+        chunk_bwd_dka_kernel,
+        (*call.token_arrays, call.gate_sum_matrices, *arrays, *call.chunk_tables.chunk_kernel_inputs),
+        [
+            _vector_gradient_shape(call, "key"),
+            _vector_gradient_shape(call, "low_rank_write"),
+            ShapeDtype(call.chunk_blocks(spec.CHUNK_SIZE, call.block_k), jnp.float32),
+            ShapeDtype((batch, spec.H, spec.NUM_CHUNKS, call.block_k), jnp.float32),
+        ],
         **call.chunk_options,
         constants=call.chunk_constants,
     )
-    named = {name: sum_over_head_groups(x, arrays[name]) for name, x in zip(arrays, gradients, strict=True)}
-    return {**named, "decay": ddecay}
+
+
+def reader_gradients(
+    call: LowRankCall, arrays: tuple[jax.Array, ...], gate_gradient_dtype: Any
+) -> tuple[jax.Array, ...]:
+    """Returns the gradients of queries for each state head, of read vectors and of gates, [B, T, H, K].
+
+    Args:
+        call: What the launches of the call share.
+        arrays: Reads and their gradients, states and their gradients, the output's cotangent, and the terms of the
+            gates' gradient of `writer_gradients`.
+        gate_gradient_dtype: Dtype of the gradient of the gates.
+    """
+    from ejkernel_triton.linear_recurrence.low_rank.kernels.chunk_bwd_dqb import chunk_bwd_dqb_kernel
+
+    spec, batch = call.spec, call.record.query.shape[0]
+    return launch(
+        chunk_bwd_dqb_kernel,
+        (*call.token_arrays, call.gate_sum_matrices, *arrays, *call.chunk_tables.chunk_kernel_inputs),
+        [
+            _vector_gradient_shape(call, "query"),
+            _vector_gradient_shape(call, "low_rank_read"),
+            ShapeDtype((batch, spec.T, spec.H, spec.K), gate_gradient_dtype),
+        ],
+        **call.chunk_options,
+        constants=call.chunk_constants,
+    )
+
+
+def _vector_gradient_shape(call: LowRankCall, name: str) -> ShapeDtype:
+    """Returns the shape of the gradient of a field for each state head; those of heads that share one are float32, and
+    XLA adds them up.
+    """
+    spec, field = call.spec, getattr(call.record, name)
+    shape = (field.shape[0], spec.T, spec.H, spec.K)
+    return ShapeDtype(shape, field.dtype if field.shape[2] == spec.H else jnp.float32)

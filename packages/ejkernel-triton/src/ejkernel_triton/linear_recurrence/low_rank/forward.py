@@ -71,9 +71,10 @@ def forward(
         Output [B, T, H, V] in the query's dtype and final states in float32; no public residuals; the private
         residuals, None unless a backward pass follows.
     """
-    call = make_call(record, config)
+    dtype, call = record.query.dtype, make_call(record, config)
     stores_residuals = is_differentiated()
     output, final_states, residuals = run_chunks(call, store_residuals=stores_residuals)
+    output = output.astype(dtype)  # in Triton's interpreter, calls may have another dtype
     if record.cu_seqlens is None:
         return (output, final_states[:, -1]), (), residuals if stores_residuals else None
     # No chunk contains padding tokens, so no program writes their outputs.
@@ -112,7 +113,7 @@ def chunk_transitions(call: LowRankCall, *, store_inverse: bool) -> ChunkTransit
     outputs = launch(
         chunk_transitions_kernel,
         (
-            *(record.query, record.key, record.value, record.decay, record.low_rank_write, record.low_rank_read),
+            *call.token_arrays,
             call.gate_sum_matrices,
             *call.chunk_tables.chunk_kernel_inputs,
         ),

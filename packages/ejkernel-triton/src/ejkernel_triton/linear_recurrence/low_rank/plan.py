@@ -35,6 +35,13 @@ class LowRankCall:
     gate_sum_matrices: jax.Array
 
     @property
+    def token_arrays(self) -> tuple[jax.Array | None, ...]:
+        """Returns the arrays of tokens, in the order of the kernels' parameters."""
+        record = self.record
+        vectors = (record.low_rank_write, record.low_rank_read)
+        return record.query, record.key, record.value, record.decay, *vectors
+
+    @property
     def block_k(self) -> int:
         """Returns the padded key channels, which every program has."""
         return pad_to_power_of_two(self.spec.K, MIN_TILE)
@@ -87,7 +94,10 @@ class LowRankCall:
 
 def make_call(record: LinearRecurrence, config: LowRankConfig) -> LowRankCall:
     """Returns the call of a record with a low-rank term."""
-    chunk = config.chunk if is_interpreting() else max(MIN_CHUNK, config.chunk)
+    if is_interpreting():
+        chunk, record = config.chunk, _widen_bfloat16(record)
+    else:
+        chunk = max(MIN_CHUNK, config.chunk)
     spec = make_spec(record, chunk)
     return LowRankCall(
         record=record,
@@ -96,6 +106,16 @@ def make_call(record: LinearRecurrence, config: LowRankConfig) -> LowRankCall:
         chunk_tables=make_chunk_tables(record, spec),
         gate_sum_matrices=make_pair_gate_sum_matrices(spec, record.query.dtype),
     )
+
+
+def _widen_bfloat16(record: LinearRecurrence) -> LinearRecurrence:
+    """Returns a record with vectors and values in float32 in place of bfloat16, to which Triton's interpreter truncates
+    where devices round: the errors of a chunk's products would add up.
+    """
+    names = ("query", "key", "value", "low_rank_write", "low_rank_read")
+    arrays = {name: getattr(record, name) for name in names}
+    wide = {name: x.astype(jnp.float32) for name, x in arrays.items() if x.dtype == jnp.bfloat16}
+    return dataclasses.replace(record, **wide)
 
 
 def make_pair_gate_sum_matrices(spec: RecurrenceSpec, dtype: Any) -> jax.Array:

@@ -23,11 +23,11 @@ from ejkernel_triton.linear_recurrence.low_rank.kernels.chunk_transitions import
 
 
 @triton.jit
-def load_nearest_chunk_decay(log2_chunk_decay, entry, head, chunk, BLOCK_K: tl.constexpr, spec: tl.constexpr):
-    """Returns [BLOCK_K] sums of the log2 gates of a chunk; of the nearest one for a chunk past the row's ends."""
+def load_nearest_chunk_sums(chunk_sums, entry, head, chunk, BLOCK_K: tl.constexpr, spec: tl.constexpr):
+    """Returns [BLOCK_K] of a chunk of [rows, H, NUM_CHUNKS, BLOCK_K]; of the nearest one past the row's ends."""
     chunk = tl.maximum(0, tl.minimum(chunk, spec.NUM_CHUNKS - 1))
     at = ((tl.cast(entry, tl.int64) * spec.H + head) * spec.NUM_CHUNKS + chunk) * BLOCK_K
-    return tl.load(log2_chunk_decay + at + tl.arange(0, BLOCK_K))
+    return tl.load(chunk_sums + at + tl.arange(0, BLOCK_K))
 
 
 @triton.jit
@@ -72,12 +72,12 @@ def transition_scan_kernel(
         initial_base = initial_states + (state_row * spec.H + head) * (spec.K * spec.V)
         acc = load_state(initial_base, 0, v_start, BLOCK_K, TILE_V, spec).to(tl.float32)
     decay_entry = row // per.LOG2_CHUNK_DECAY
-    next_log2_decay = load_nearest_chunk_decay(log2_chunk_decay, decay_entry, head, first_chunk, BLOCK_K, spec)
+    next_log2_decay = load_nearest_chunk_sums(log2_chunk_decay, decay_entry, head, first_chunk, BLOCK_K, spec)
     for step in tl.range(0, end_chunk - first_chunk):
         chunk = first_chunk + step
         # Loaded one chunk ahead: the pipeliner copies operands of products only.
         log2_decay = next_log2_decay
-        next_log2_decay = load_nearest_chunk_decay(log2_chunk_decay, decay_entry, head, chunk + 1, BLOCK_K, spec)
+        next_log2_decay = load_nearest_chunk_sums(log2_chunk_decay, decay_entry, head, chunk + 1, BLOCK_K, spec)
         if STORE_CHUNK_STATES:
             at = chunk_block_pointers(states, row, head, chunk, v_start, BLOCK_K, BLOCK_V, TILE_V, spec)
             tl.store(at, acc.to(states.dtype.element_ty))

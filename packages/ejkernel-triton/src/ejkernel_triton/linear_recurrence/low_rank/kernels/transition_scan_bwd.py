@@ -16,7 +16,7 @@ from ejkernel_triton.linear_recurrence.kernels.tile import (
     store_state,
 )
 from ejkernel_triton.linear_recurrence.low_rank.kernels.chunk_transitions import chunk_block_pointers
-from ejkernel_triton.linear_recurrence.low_rank.kernels.transition_scan import load_nearest_chunk_decay
+from ejkernel_triton.linear_recurrence.low_rank.kernels.transition_scan import load_nearest_chunk_sums
 
 
 @triton.jit
@@ -56,11 +56,11 @@ def transition_scan_bwd_kernel(
     final_base = final_state_gradients + (final_row * spec.H + head) * (spec.K * spec.V)
     acc = load_state(final_base, 0, v_start, BLOCK_K, TILE_V, spec).to(tl.float32)
     decay_entry = row // per.LOG2_CHUNK_DECAY
-    next_log2_decay = load_nearest_chunk_decay(log2_chunk_decay, decay_entry, head, end_chunk - 1, BLOCK_K, spec)
+    next_log2_decay = load_nearest_chunk_sums(log2_chunk_decay, decay_entry, head, end_chunk - 1, BLOCK_K, spec)
     for step in tl.range(0, end_chunk - first_chunk):
         chunk = end_chunk - 1 - step
         log2_decay = next_log2_decay
-        next_log2_decay = load_nearest_chunk_decay(log2_chunk_decay, decay_entry, head, chunk - 1, BLOCK_K, spec)
+        next_log2_decay = load_nearest_chunk_sums(log2_chunk_decay, decay_entry, head, chunk - 1, BLOCK_K, spec)
         # Before this chunk adds to it, `acc` is the gradient of the state after the chunk.
         at = chunk_block_pointers(dstates, row, head, chunk, v_start, BLOCK_K, BLOCK_V, TILE_V, spec)
         tl.store(at, acc.to(dstates.dtype.element_ty))
