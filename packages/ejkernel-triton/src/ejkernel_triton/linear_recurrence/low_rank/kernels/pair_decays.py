@@ -43,7 +43,7 @@ def reader_decay(step, gates, ARE_WEAK: tl.constexpr, IS_BEFORE_DECAY: tl.conste
     gate_sum_matrices, gates_high, gates_low = gates
     index = _step_matrix_index(step, ARE_WEAK) + (1 if IS_BEFORE_DECAY else 0)
     log2_decay = sum_gates(gate_sum_matrices, index, gates_high, gates_low, spec)
-    return tl.exp2(tl.minimum(log2_decay, _max_log2_factor(step, ARE_WEAK, spec)))
+    return _bounded_exp2(log2_decay, step, ARE_WEAK, spec)
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def writer_decay(step, gates, ARE_WEAK: tl.constexpr, spec: tl.constexpr):
     """Returns the factors [CHUNK_SIZE, COLUMNS] of the earlier tokens of a step's pairs, which wrote to the state."""
     gate_sum_matrices, gates_high, gates_low = gates
     log2_decay = -sum_gates(gate_sum_matrices, _step_matrix_index(step, ARE_WEAK), gates_high, gates_low, spec)
-    return tl.exp2(tl.minimum(log2_decay, _max_log2_factor(step, ARE_WEAK, spec)))
+    return _bounded_exp2(log2_decay, step, ARE_WEAK, spec)
 
 
 @triton.jit
@@ -64,12 +64,12 @@ def _step_matrix_index(step, ARE_WEAK: tl.constexpr):
 
 
 @triton.jit
-def _max_log2_factor(step, ARE_WEAK: tl.constexpr, spec: tl.constexpr):
-    """Returns the largest log2 factor of a step's pairs."""
+def _bounded_exp2(log2_decay, step, ARE_WEAK: tl.constexpr, spec: tl.constexpr):
+    """Returns exp2 of the decay of tokens, at most the largest factor of a step's pairs."""
     if ARE_WEAK:
-        return spec.MAX_LOG2_DECAY_FROM_MIDDLE
+        return tl.exp2(tl.minimum(log2_decay, spec.MAX_LOG2_DECAY_FROM_MIDDLE))
     else:
-        return tl.where(step > 0, 0.0, MAX_LOG2_FACTOR)
+        return tl.exp2(tl.minimum(log2_decay, tl.where(step > 0, 0.0, MAX_LOG2_FACTOR)))
 
 
 @triton.jit
