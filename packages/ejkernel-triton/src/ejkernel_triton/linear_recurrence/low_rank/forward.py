@@ -18,13 +18,13 @@ from ejkernel_triton.linear_recurrence.spec import state_dtype
 class ChunkTransitions(NamedTuple):
     """What each chunk does to the state, and what its tokens read of it. Channels are padded to powers of two.
 
-    With S the state before a chunk, its outputs are `state_readers S + own_outputs`, and the state after it is
+    With S the state before a chunk, its outputs are `state_readers S + intra_chunk_outputs`, and the state after it is
     `exp2(log2_chunk_decay) S + state_products S + state_writes`.
 
     Attributes:
         log2_chunk_decay: [B, H, NUM_CHUNKS, K] float32.
         state_readers: [B, H, NUM_CHUNKS, CHUNK_SIZE, K], times the output's scale.
-        own_outputs: [B, H, NUM_CHUNKS, CHUNK_SIZE, V], times the output's scale.
+        intra_chunk_outputs: [B, H, NUM_CHUNKS, CHUNK_SIZE, V], times the output's scale.
         state_products: [B, H, NUM_CHUNKS, K, K].
         state_writes: [B, H, NUM_CHUNKS, K, V].
         inverse: [B, H, NUM_CHUNKS * CHUNK_SIZE, CHUNK_SIZE], the inverse of I minus the pairs of read and write
@@ -33,7 +33,7 @@ class ChunkTransitions(NamedTuple):
 
     log2_chunk_decay: jax.Array
     state_readers: jax.Array
-    own_outputs: jax.Array
+    intra_chunk_outputs: jax.Array
     state_products: jax.Array
     state_writes: jax.Array
     inverse: jax.Array

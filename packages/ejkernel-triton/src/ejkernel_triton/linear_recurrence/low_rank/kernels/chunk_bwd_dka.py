@@ -104,7 +104,7 @@ def writer_gradient(writer, written, cotangents, dstate, readers, gates, are_wea
     """
     gate_sum_matrices, gates_high, gates_low = gates
     output_cotangents, read_cotangents = cotangents
-    query_dscores, own_dscores = dscores_and_diagonal(output_cotangents, written, spec.OUTPUT_SCALE, spec)
+    query_dscores, diagonal_dscores = dscores_and_diagonal(output_cotangents, written, spec.OUTPUT_SCALE, spec)
     read_dscores = dot(read_cotangents, tl.trans(written), spec).to(writer.dtype)
     decay_until = tl.exp2(sum_gates(gate_sum_matrices, UNTIL_END, gates_high, gates_low, spec))
     gradient = dot(written, tl.trans(dstate), spec) * decay_until
@@ -112,7 +112,7 @@ def writer_gradient(writer, written, cotangents, dstate, readers, gates, are_wea
     gradient = add_writer_gradients(gradient, (query_dscores, read_dscores), readers, gates, are_weak, spec)
     products = writer.to(tl.float32) * gradient
     queries, _ = readers
-    return gradient + own_dscores[:, None] * queries.to(tl.float32), products, chunk_products
+    return gradient + diagonal_dscores[:, None] * queries.to(tl.float32), products, chunk_products
 
 
 @triton.jit

@@ -132,8 +132,8 @@ def chunk_bwd_dqb_kernel(
     do = load_head_tokens(cotangent, row // per.COTANGENT, location, spec.H, spec.V, BLOCK_V, DTYPE, spec)
     v = load_head_tokens(value, row // per.VALUE, location, spec.HV, spec.V, BLOCK_V, DTYPE, spec)
     y = load_chunk_block(reads, row // per.READS, head, chunk, CHUNK, BLOCK_V, DTYPE, spec)
-    key_dscores, own_key_dscores = dscores_and_diagonal(do, v, spec.OUTPUT_SCALE, spec)
-    write_dscores, own_write_dscores = dscores_and_diagonal(do, y, spec.OUTPUT_SCALE, spec)
+    key_dscores, diagonal_key_dscores = dscores_and_diagonal(do, v, spec.OUTPUT_SCALE, spec)
+    write_dscores, diagonal_write_dscores = dscores_and_diagonal(do, y, spec.OUTPUT_SCALE, spec)
     decay_since = tl.exp2(sum_gates(gate_sum_matrices, SINCE_START, gates_high, gates_low, spec))
     state = load_chunk_block(states, row // per.STATES, head, chunk, BLOCK_K, BLOCK_V, DTYPE, spec)
     dq = dot(do, tl.trans(state), spec) * (decay_since * spec.OUTPUT_SCALE)
@@ -145,7 +145,7 @@ def chunk_bwd_dqb_kernel(
         load_chunk_block(writer_dgates, row // per.WRITER_DGATES, head, chunk, CHUNK, BLOCK_K, tl.float32, spec)
         + q.to(tl.float32) * dq
     )
-    dq += own_key_dscores[:, None] * k.to(tl.float32) + own_write_dscores[:, None] * a.to(tl.float32)
+    dq += diagonal_key_dscores[:, None] * k.to(tl.float32) + diagonal_write_dscores[:, None] * a.to(tl.float32)
     at = chunk_address(dquery, row, first_token, head, spec.T, spec.H, spec.K)
     store_token_rows(at, dq, first_token, sequence_end, 0, spec.H, spec.K, spec)
 

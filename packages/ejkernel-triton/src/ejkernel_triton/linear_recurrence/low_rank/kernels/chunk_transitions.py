@@ -100,7 +100,7 @@ def chunk_transitions_kernel(
     sequence_ends,
     log2_chunk_decay,
     state_readers,
-    own_outputs,
+    intra_chunk_outputs,
     state_products,
     state_writes,
     inverse,
@@ -147,7 +147,7 @@ def chunk_transitions_kernel(
     key_scores, write_scores = pair_scores(q, k, a, gates, are_weak, False, spec)
     write_operand = write_scores.to(DTYPE)
     output = add_dot(dot(write_operand, u, spec), key_scores.to(DTYPE), v, spec)
-    at = chunk_block_pointers(own_outputs, row, head, chunk, 0, CHUNK, BLOCK_V, BLOCK_V, spec)
+    at = chunk_block_pointers(intra_chunk_outputs, row, head, chunk, 0, CHUNK, BLOCK_V, BLOCK_V, spec)
     tl.store(at, (output * spec.OUTPUT_SCALE).to(DTYPE))
     decay_since = tl.exp2(sum_gates(gate_sum_matrices, SINCE_START, gates_high, gates_low, spec))
     readers = add_dot(q.to(tl.float32) * decay_since, write_operand, w, spec)

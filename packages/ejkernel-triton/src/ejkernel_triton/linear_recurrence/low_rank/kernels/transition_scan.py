@@ -3,7 +3,7 @@
 A program has all key channels and a tile of value channels of one head's state in registers, whose columns are
 independent of each other:
 
-    output = readers S + own output
+    output = readers S + intra-chunk output
     S      = D S + products S + writes
 """
 
@@ -34,7 +34,7 @@ def load_nearest_chunk_sums(chunk_sums, entry, head, chunk, BLOCK_K: tl.constexp
 def transition_scan_kernel(
     log2_chunk_decay,
     state_readers,
-    own_outputs,
+    intra_chunk_outputs,
     state_products,
     state_writes,
     initial_states,
@@ -84,9 +84,9 @@ def transition_scan_kernel(
         readers = tl.load(
             chunk_block_pointers(state_readers, row // per.STATE_READERS, head, chunk, 0, CHUNK, BLOCK_K, BLOCK_K, spec)
         )
-        own = tl.load(
+        intra_chunk_tile = tl.load(
             chunk_block_pointers(
-                own_outputs, row // per.OWN_OUTPUTS, head, chunk, v_start, CHUNK, BLOCK_V, TILE_V, spec
+                intra_chunk_outputs, row // per.INTRA_CHUNK_OUTPUTS, head, chunk, v_start, CHUNK, BLOCK_V, TILE_V, spec
             )
         )
         products = tl.load(
@@ -103,7 +103,7 @@ def transition_scan_kernel(
         acc = add_dot(acc * tl.exp2(log2_decay)[:, None] + writes.to(tl.float32), products, state, spec)
         first_token = sequence_start + step * CHUNK
         output_address = chunk_address(output, row, first_token, head, spec.T, spec.H, spec.V)
-        output_tile = add_dot(own.to(tl.float32), readers, state, spec)
+        output_tile = add_dot(intra_chunk_tile.to(tl.float32), readers, state, spec)
         store_token_rows(output_address, output_tile, first_token, sequence_end, v_start, spec.H, spec.V, spec)
     final_row = tl.cast(row, tl.int64) * spec.NUM_SEQUENCES + sequence
     store_state(final_states + (final_row * spec.H + head) * (spec.K * spec.V), acc, 0, v_start, spec)
