@@ -46,7 +46,8 @@ INABILITY = {
             rf"\w+: got rows of {N}[\w, ]*, the kernels? reads? multiples of {N} bytes",
             rf"w: got {N} columns, the kernels have a multiple of {N}",
             rf"lhs has {N} rows; the kernel wants .*",
-            rf"the (contracted axis of lhs|output axis of rhs) has {N} elements; the kernel wants .*",
+            rf"a device has {N} rows to exchange; the kernel wants a multiple of {N}",
+            rf"the (contracted axis of (lhs|x)|output axis of (rhs|y)) has {N} elements; the kernel wants .*",
             rf"rhs (has {N} columns|gives {N} output columns); the kernel wants .*",
             rf"[lr]hs_scale has a scale per {N} contracted elements; the kernel wants .*",
             rf"the cache has {N} slots per sequence; the kernel wants .*",
@@ -84,6 +85,8 @@ INABILITY = {
     "a computation that is another kernel's": "|".join(
         [
             r"beta: got None; the implementation '(triton|cuda_chunked)' serves recurrences without the delta rule",
+            "low_rank_read: got None; the implementations 'triton' and 'triton_delta' serve recurrences without it",
+            rf"decay: got (None|{N} per head), wants a gate per key channel, {N} per head",
             "a shared prefix together with a window or alibi, which count from each query's own position",
             r"sliding_window: .* does not end at the query's own position",
             rf"bias: shape .*, wants all {N} queries and {N} keys",

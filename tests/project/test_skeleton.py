@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-SKELETON_FILES = frozenset({"config", "spec", "plan", "forward", "backward", "cases", "__init__"})
+SKELETON_FILES = frozenset({"config", "spec", "plan", "forward", "backward", "forward_mode", "cases", "__init__"})
 """What a family's folder may hold beside `kernels/`; small families leave files out."""
 PACKAGE_BY_BACKEND = {"xla": "ejkernel_xla", "cuda": "ejkernel_cuda"}
 """Backend -> the package whose folders with an `__init__.py` that registers are families."""
