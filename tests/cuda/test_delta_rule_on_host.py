@@ -2,22 +2,27 @@
 
 import ctypes
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.families.linear_recurrence import LinearRecurrence, num_state_heads, reference
+from ejkernel.families.linear_recurrence import LinearRecurrence, has_decay_per_channel, num_state_heads, reference
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel.types.pullback import Pullback, run_both_passes
-from ejkernel_cuda import delta_rule
-from ejkernel_cuda.delta_rule.backward import backward, num_head_slices, shares_queries_and_keys
-from ejkernel_cuda.delta_rule.forward import forward
+from ejkernel_cuda import channel_gates, delta_rule
+from ejkernel_cuda.channel_gates.backward import backward as channel_backward
+from ejkernel_cuda.channel_gates.forward import forward as channel_forward
+from ejkernel_cuda.delta_rule.backward import backward as head_backward
+from ejkernel_cuda.delta_rule.backward import num_head_slices, shares_queries_and_keys
+from ejkernel_cuda.delta_rule.forward import forward as head_forward
 
 H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
 B200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA B200", compute_capability=10.0)
 DELTA, PLAIN = delta_rule.IMPLEMENTATIONS
+[CHANNELS] = channel_gates.IMPLEMENTATIONS
 
 FIELDS = ("query", "key", "value", "decay", "beta", "initial_state", "dt", "skip")
 
@@ -33,14 +38,26 @@ def host(compile_on_host):
     """The kernels' sources, compiled for the host with what stands in for CUDA."""
     library = compile_on_host("delta_rule", REPLACED)
     names = ("delta_rule", "delta_rule_reverse", "delta_rule_token_gradients", "delta_rule_group_gradients")
-    for function in (getattr(library, name) for name in names):
+    for name in (*names, "channel_prepare", "channel_scan", "channel_scan_reverse", "channel_token_gradients"):
+        function = getattr(library, name)
         function.restype = ctypes.c_char_p
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_float]
     return library
 
 
 def make(
-    gates, tokens, *, batch=1, heads=1, query_heads=None, key_heads=None, values=64, state=False, delta=True, dt=False
+    gates,
+    tokens,
+    *,
+    batch=1,
+    heads=1,
+    query_heads=None,
+    key_heads=None,
+    values=64,
+    channels=1,
+    state=False,
+    delta=True,
+    dt=False,
 ):
     """A record in bfloat16 with float32 gates: none, mild, strong, or -inf for some tokens; dt also brings a skip."""
     keys = iter(jax.random.split(jax.random.key(tokens), 8))
@@ -51,7 +68,7 @@ def make(
     query, key = normal(batch, tokens, query_heads or heads, 128), normal(batch, tokens, key_heads or heads, 128)
     key = key / jnp.linalg.norm(key, axis=-1, keepdims=True)
     value, beta = normal(batch, tokens, heads, values), jax.nn.sigmoid(normal(batch, tokens, heads))
-    decay = None if gates == "none" else jax.nn.log_sigmoid(normal(batch, tokens, heads, 1))
+    decay = None if gates == "none" else jax.nn.log_sigmoid(normal(batch, tokens, heads, channels))
     if gates == "mild":
         decay = decay / 16
     if gates == "-inf":
@@ -86,12 +103,25 @@ def as_float64(x):
     return np.asarray(x.view(jnp.bfloat16) if x.dtype == np.uint16 else x, np.float64)
 
 
+def prepare(host, record):
+    """What the scans read with gates per key channel: q E, k F, k E, A, T and E of the last tokens."""
+    (batch, tokens), heads, chunks = record.query.shape[:2], num_state_heads(record), -(-record.query.shape[1] // 64)
+    results = [bfloat16(batch, tokens, heads, 128) for _ in range(3)]
+    results += [bfloat16(batch, heads, chunks, 64, 64) for _ in range(2)] + [float32(batch, heads, chunks, 128)]
+    call(host.channel_prepare, record, record.query, record.key, record.decay, record.beta, *results)
+    return results
+
+
 def run(host, record, stored=(None, None)):
     """Output and final states of a record; writes and states go to `stored`."""
     (batch, tokens), heads, values = record.query.shape[:2], num_state_heads(record), record.value.shape[3]
     output, final = bfloat16(batch, tokens, heads, values), float32(batch, heads, 128, values)
-    operands = (record.query, record.key, record.value, record.decay, record.beta, record.initial_state)
-    call(host.delta_rule, record, *operands, output, final, *stored, record.dt, record.skip)
+    if has_decay_per_channel(record):
+        operands = (*prepare(host, record), record.value, record.beta, record.initial_state)
+        call(host.channel_scan, record, *operands, output, final, *stored)
+    else:
+        operands = (record.query, record.key, record.value, record.decay, record.beta, record.initial_state)
+        call(host.delta_rule, record, *operands, output, final, *stored, record.dt, record.skip)
     return as_float64(output), final
 
 
@@ -105,19 +135,28 @@ def run_gradients(host, record, cotangent, final_cotangent, slices):
     operands = (record.query, record.key, cotangent, record.decay, record.beta, final_cotangent)
     # The gradient of the output, which is in the place of the values, has as many heads as the call.
     reverse_record = dataclasses.replace(record, value=cotangent)
-    call(host.delta_rule_reverse, reverse_record, *operands, dwrites, dstates, dinitial, record.dt, record.skip)
-    if shares_queries_and_keys(record):
+    per_channel = has_decay_per_channel(record)
+    if per_channel:
+        operands = (*prepare(host, record), cotangent, record.beta, final_cotangent)
+        call(host.channel_scan_reverse, reverse_record, *operands, dwrites, dstates, dinitial)
+    else:
+        call(host.delta_rule_reverse, reverse_record, *operands, dwrites, dstates, dinitial, record.dt, record.skip)
+    if shares_queries_and_keys(record) and not per_channel:
         gradients = run_group_gradients(host, record, cotangent, states, dstates, slices)
         return gradients | {"value": as_float64(dwrites), "initial_state": dinitial}
     fields = {
         name: bfloat16(*x.shape) if x.shape[2] == heads else float32(batch, tokens, heads, 128)
         for name, x in (("query", record.query), ("key", record.key))
     }
-    fields |= {"value": bfloat16(*record.value.shape), "decay": float32(batch, tokens, heads, 1)}
-    fields |= {"beta": float32(batch, tokens, heads)}
+    fields |= {"value": bfloat16(*record.value.shape), "beta": float32(2 if per_channel else 1, batch, tokens, heads)}
+    decay_shape = (batch, tokens, heads, 128 if per_channel else 1)
     writes = record.value if writes is None else writes
     operands = (record.query, record.key, record.value, writes, cotangent, dwrites, states, dstates)
-    call(host.delta_rule_token_gradients, record, *operands, record.decay, record.beta, *fields.values())
+    decay, beta = float32(*decay_shape), fields["beta"]
+    function = host.channel_token_gradients if per_channel else host.delta_rule_token_gradients
+    results = (fields["query"], fields["key"], fields["value"], decay, beta)
+    call(function, record, *operands, record.decay, record.beta, *results)
+    fields |= {"decay": decay, "beta": beta.sum(0)}
     fields["value"] = fields["value"] if has_delta else dwrites
     gradients = {name: as_float64(x) for name, x in fields.items()}
     for name in ("query", "key"):
@@ -158,6 +197,9 @@ def error(got, want):
         ("-inf", 65, {"heads": 2, "key_heads": 1, "state": True}),
         ("strong", 130, {"values": 128, "state": True, "delta": False}),
         ("mild", 130, {"heads": 2, "query_heads": 1, "key_heads": 1, "delta": False, "dt": True}),
+        ("strong", 200, {"channels": 128, "state": True}),
+        ("-inf", 65, {"channels": 128, "heads": 2, "query_heads": 1, "key_heads": 1, "values": 128}),
+        ("-inf", 200, {"channels": 128, "state": True, "delta": False}),
     ],
 )
 def test_outputs_and_states_match_the_reference(host, gates, tokens, options):
@@ -180,6 +222,9 @@ def test_outputs_and_states_match_the_reference(host, gates, tokens, options):
         ("mild", 130, {"heads": 5, "query_heads": 1, "key_heads": 1, "state": True, "delta": False, "dt": True}),
         ("-inf", 65, {"heads": 6, "query_heads": 1, "key_heads": 1, "values": 128, "delta": False, "slices": 2}),
         ("none", 64, {"heads": 2, "query_heads": 2, "key_heads": 2, "delta": False, "dt": True}),
+        ("strong", 130, {"channels": 128, "state": True, "values": 128}),
+        ("-inf", 65, {"channels": 128, "heads": 2, "key_heads": 1}),
+        ("mild", 130, {"channels": 128, "state": True, "delta": False}),
     ],
 )
 def test_gradients_match_the_reference(host, gates, tokens, options):
@@ -221,6 +266,10 @@ def test_unsupported_calls_are_refused():
     assert refusals(abstract(16, values=96)) == ["value: got head dimension 96, the kernel wants a multiple of 64"]
     [gates] = refusals(abstract(16, channels=128))
     assert "gates per head" in gates
+    assert not refusals(abstract(16, channels=128), implementation=CHANNELS)
+    assert not refusals(dataclasses.replace(abstract(16, channels=128), beta=None), implementation=CHANNELS)
+    [gates] = refusals(abstract(16), implementation=CHANNELS)
+    assert gates == "decay: got gates per head or none, the kernels read gates per key channel"
     [beta] = refusals(dataclasses.replace(abstract(16), beta=None))
     assert "beta: got None" in beta
     assert not refusals(dataclasses.replace(abstract(16), beta=None), implementation=PLAIN)
@@ -244,46 +293,50 @@ def test_heads_of_a_group_are_split_if_there_are_few_chunks(batch, tokens, heads
 
 
 @pytest.mark.parametrize(
-    ("heads", "batch", "tokens", "values", "first"),
+    ("heads", "batch", "tokens", "values", "channels", "first"),
     [
-        (16, 4, 8192, 128, True),
-        (16, 1, 65536, 128, False),
-        (16, 1, 8192, 128, True),
-        (16, 1, 8192, 64, False),
-        (32, 1, 65536, 128, True),
-        (34, 2, 65536, 128, True),
+        (16, 4, 8192, 128, 1, True),
+        (16, 1, 65536, 128, 1, False),
+        (16, 1, 8192, 128, 1, True),
+        (16, 1, 8192, 64, 1, False),
+        (32, 1, 65536, 128, 1, True),
+        (34, 2, 65536, 128, 1, True),
+        (16, 1, 65536, 128, 128, True),
+        (8, 1, 65536, 128, 128, False),
     ],
 )
-def test_priority_is_above_triton_if_enough_blocks_are_busy(heads, batch, tokens, values, first):
-    rank = DELTA.priority_for(abstract(heads, batch=batch, tokens=tokens, values=values), H200)
+def test_priority_is_above_triton_if_enough_blocks_are_busy(heads, batch, tokens, values, channels, first):
+    record = abstract(heads, batch=batch, tokens=tokens, values=values, channels=channels)
+    rank = (DELTA if channels == 1 else CHANNELS).priority_for(record, H200)
     assert (10 < rank < 20) if first else (0 <= rank < 10)
 
 
+def both_passes(forward, backward, start, *cotangent):
+    return run_both_passes(forward, backward, dataclasses.replace(start, cotangent=cotangent), None)
+
+
 def test_the_calls_are_traced_for_every_combination_of_optional_arrays(monkeypatch):
-    for module in ("forward", "backward"):
-        monkeypatch.setattr(f"ejkernel_cuda.delta_rule.{module}.register_handler", lambda name: name)
+    for module in ("delta_rule.forward", "delta_rule.backward", "channel_gates.forward", "channel_gates.backward"):
+        monkeypatch.setattr(f"ejkernel_cuda.{module}.register_handler", lambda name: name)
     record = make("mild", 70, heads=2, key_heads=1, state=True)
-    decay = record.decay[:, :1]
+    decay, channel_decay = record.decay[:, :1], jnp.zeros((1, 1, 2, 128))
     one_head = {"query": record.query[:, :, :1], "beta": None}
     state_space = one_head | {"dt": record.beta, "skip": jnp.ones((1, 1, 2))}
     transposed = state_space | {"transposed_states": True, "initial_state": record.initial_state.swapaxes(2, 3)}
     absent_fields = ({}, {"decay": None}, {"initial_state": None}, {"decay": decay}, {"beta": None, "decay": decay})
-    for changes in (*absent_fields, one_head, state_space, state_space | {"decay": None}, transposed):
+    channel_fields = ({"decay": channel_decay}, one_head | {"decay": channel_decay})
+    for changes in (*absent_fields, *channel_fields, one_head, state_space, state_space | {"decay": None}, transposed):
         used = dataclasses.replace(record, **changes)
-        (output, states), residuals, private = jax.eval_shape(lambda r: forward(r, None), used)
+        per_channel = has_decay_per_channel(used)
+        forward = channel_forward if per_channel else head_forward
+        backward = channel_backward if per_channel else head_backward
+        (output, states), residuals, private = jax.eval_shape(functools.partial(forward, config=None), used)
         assert (output.shape, output.dtype, residuals, private) == ((1, 70, 2, 64), jnp.bfloat16, (), None)
         state_shape = (1, 2, 64, 128) if used.transposed_states else (1, 2, 128, 64)
         assert (states.shape, states.dtype) == (state_shape, jnp.float32)
         names = frozenset(name for name in FIELDS if getattr(used, name) is not None)
         start = Pullback(record=used, residuals=(), output=None, cotangent=None, grad_fields=names)
-        _, gradients = jax.eval_shape(
-            lambda start, *cotangent: run_both_passes(
-                forward, backward, dataclasses.replace(start, cotangent=cotangent), None
-            ),
-            start,
-            output,
-            states,
-        )
+        _, gradients = jax.eval_shape(functools.partial(both_passes, forward, backward), start, output, states)
         assert gradients == {
             name: jax.ShapeDtypeStruct(getattr(used, name).shape, getattr(used, name).dtype) for name in names
         }

@@ -1,5 +1,9 @@
 // Runs the kernels of csrc/delta_rule block by block.
 #include "device.h"
+#include "delta_rule/channel_pairs.cuh"
+#include "delta_rule/channel_reverse.cuh"
+#include "delta_rule/channel_scan.cuh"
+#include "delta_rule/channel_token_gradients.cuh"
 #include "delta_rule/chunked.cuh"
 #include "delta_rule/group_gradients.cuh"
 #include "delta_rule/reverse.cuh"
@@ -92,6 +96,93 @@ extern "C" const char* delta_rule_reverse(void** a, const int* sizes, float scal
   });
 }
 
+extern "C" const char* channel_prepare(void** a, const int* sizes, float) {
+  using namespace ejkernel::delta_rule;
+  const Sizes& n = *reinterpret_cast<const Sizes*>(sizes);
+  device::complaint = nullptr;
+  device::arrays.clear();
+  const int keys = n.heads * kKeyDim, chunks = n.batch * n.heads * n.chunks();
+  const PrepareCall call{static_cast<const float*>(a[3]), static_cast<float*>(a[9]), n.tokens, n.chunks(), n.heads,
+                         n.query_heads, n.key_heads};
+  PrepareMaps maps;
+  describe(&maps.query, a[0], n.batch, n.tokens, n.query_heads * kKeyDim, 128);
+  describe(&maps.key, a[1], n.batch, n.tokens, n.key_heads * kKeyDim, 128);
+  describe(&maps.gates, a[2], n.batch, n.tokens, 2 * keys, 4 * kKeyDim);
+  describe(&maps.decayed_query, a[4], n.batch, n.tokens, keys, 128, 16);
+  describe(&maps.key_to_end, a[5], n.batch, n.tokens, keys, 128, 16);
+  describe(&maps.decayed_key, a[6], n.batch, n.tokens, keys, 128, 16);
+  describe(&maps.scores, a[7], chunks, kChunkTokens, kChunkTokens, 128, 16);
+  describe(&maps.inverse, a[8], chunks, kChunkTokens, kChunkTokens, 128, 16);
+  for (int block = 0; block < chunks; ++block) {
+    with_constant(call.beta, [&](auto delta) {
+      using L = PrepareLayout<delta>;
+      device::run_cluster(block, 1, L::kBytes, [&] { channel_prepare_kernel<delta>(call, maps); }, L::kThreads);
+    });
+  }
+  return device::complaint;
+}
+
+namespace ejkernel::delta_rule {
+namespace {
+
+// Arrays: those of `channel_prepare`'s results, values, beta and the first states.
+ChannelCall begin_channels(const Sizes& n, void** a, float scale, ChannelMaps* maps) {
+  device::complaint = nullptr;
+  device::arrays.clear();
+  const int keys = n.heads * kKeyDim, chunks = n.batch * n.heads * n.chunks();
+  ChannelCall call{};
+  call.tokens = n.tokens, call.heads = call.query_heads = call.key_heads = n.heads, call.value_heads = n.value_heads;
+  call.value_dim = n.values, call.chunks = n.chunks(), call.scale = scale;
+  call.decay = static_cast<const float*>(a[5]), call.beta = static_cast<const float*>(a[7]);
+  call.initial_states = static_cast<const float*>(a[8]);
+  describe(&maps->query, a[0], n.batch, n.tokens, keys, 128);
+  describe(&maps->key, a[1], n.batch, n.tokens, keys, 128);
+  describe(&maps->decayed_key, a[2], n.batch, n.tokens, keys, 128);
+  describe(&maps->scores, a[3], chunks, kChunkTokens, kChunkTokens, 128);
+  describe(&maps->inverse, a[4], chunks, kChunkTokens, kChunkTokens, 128);
+  describe(&maps->value, a[6], n.batch, n.tokens, n.value_heads * n.values, 128);
+  device::arrays.push_back({static_cast<const char*>(a[5]), size_t(chunks) * kKeyDim * 4});
+  return call;
+}
+
+template <typename L, typename Kernel>
+const char* run_channels(const Sizes& n, Kernel kernel) {
+  for (int block = 0; block < n.batch * n.heads * (n.values / kBlockValues); ++block) {
+    device::run_cluster(block, 1, L::kSharedMemoryBytes, kernel, kChannelThreads);
+  }
+  return device::complaint;
+}
+
+}  // namespace
+}  // namespace ejkernel::delta_rule
+
+extern "C" const char* channel_scan(void** a, const int* sizes, float scale) {
+  using namespace ejkernel::delta_rule;
+  const Sizes& n = *reinterpret_cast<const Sizes*>(sizes);
+  ChannelMaps maps;
+  ChannelCall call = begin_channels(n, a, scale, &maps);
+  call.final_states = static_cast<float*>(a[10]);
+  describe(&maps.output, a[9], n.batch, n.tokens, n.heads * n.values, 32);
+  if (a[12]) describe_stored(&maps, n, a[11] ? a[11] : a[9], a[12]);
+  return with_constant(a[12], [&](auto stores) {
+    return with_constant(call.beta, [&](auto delta) {
+      return run_channels<ChannelLayout<stores, delta>>(n, [&] { channel_kernel<stores, delta>(call, maps); });
+    });
+  });
+}
+
+extern "C" const char* channel_scan_reverse(void** a, const int* sizes, float scale) {
+  using namespace ejkernel::delta_rule;
+  const Sizes& n = *reinterpret_cast<const Sizes*>(sizes);
+  ChannelMaps maps;
+  ChannelCall call = begin_channels(n, a, scale, &maps);
+  call.final_states = static_cast<float*>(a[11]);
+  describe_stored(&maps, n, a[9], a[10]);
+  return with_constant(call.beta, [&](auto delta) {
+    return run_channels<ChannelLayout<true, delta>>(n, [&] { channel_reverse_kernel<delta>(call, maps); });
+  });
+}
+
 extern "C" const char* delta_rule_token_gradients(void** a, const int* sizes, float scale) {
   using namespace ejkernel::delta_rule;
   const Sizes& n = *reinterpret_cast<const Sizes*>(sizes);
@@ -160,6 +251,44 @@ extern "C" const char* delta_rule_group_gradients(void** a, const int* sizes, fl
       constexpr int V = wide ? 128 : 64;
       device::run_cluster(block, 1, GroupLayout<V>::kBytes, [&] { delta_group_gradients_kernel<V>(call, maps); },
                           kGroupThreads);
+    });
+  }
+  return device::complaint;
+}
+
+extern "C" const char* channel_token_gradients(void** a, const int* sizes, float scale) {
+  using namespace ejkernel::delta_rule;
+  const Sizes& n = *reinterpret_cast<const Sizes*>(sizes);
+  device::complaint = nullptr;
+  device::arrays.clear();
+  ChannelGradientCall call{};
+  ChannelGradientMaps maps;
+  const int keys = n.heads * kKeyDim, values = n.heads * n.values, states = n.batch * n.heads * n.chunks();
+  call.batch = n.batch, call.tokens = n.tokens, call.chunks = n.chunks(), call.heads = n.heads, call.scale = scale;
+  call.query_heads = n.query_heads, call.key_heads = n.key_heads, call.value_heads = n.value_heads;
+  call.value = static_cast<const __nv_bfloat16*>(a[2]);
+  call.gates = static_cast<const float*>(a[8]), call.beta = static_cast<const float*>(a[9]);
+  call.dvalue = static_cast<__nv_bfloat16*>(a[12]);
+  call.dgates = static_cast<float*>(a[13]), call.dbeta = static_cast<float*>(a[14]);
+  describe(&maps.query, a[0], n.batch, n.tokens, n.query_heads * kKeyDim, 128);
+  describe(&maps.key, a[1], n.batch, n.tokens, n.key_heads * kKeyDim, 128);
+  describe(&maps.gates, a[8], n.batch, n.tokens, 2 * keys, 4 * kBlockChannels);
+  describe(&maps.writes, a[3], n.batch, n.tokens, call.beta ? values : n.value_heads * n.values, 128);
+  describe(&maps.cotangent, a[4], n.batch, n.tokens, values, 128);
+  describe(&maps.dwrites, a[5], n.batch, n.tokens, values, 128);
+  describe(&maps.states, a[6], states, n.values, kKeyDim, 128);
+  describe(&maps.dstates, a[7], states, n.values, kKeyDim, 128);
+  if (n.query_heads < n.heads) call.dquery = static_cast<float*>(a[10]);
+  if (n.key_heads < n.heads) call.dkey = static_cast<float*>(a[11]);
+  describe(&maps.dquery, a[10], n.batch, n.tokens, keys, 128, 16);
+  describe(&maps.dkey, a[11], n.batch, n.tokens, keys, 128, 16);
+  for (int block = 0; block < 2 * states; ++block) {
+    with_constant(n.values == 128, [&](auto wide) {
+      with_constant(call.beta, [&](auto delta) {
+        constexpr int V = wide ? 128 : 64;
+        device::run_cluster(block, 1, ChannelGradientLayout<V, delta>::kBytes,
+                            [&] { channel_token_gradients_kernel<V, delta>(call, maps); }, kGradientThreads);
+      });
     });
   }
   return device::complaint;

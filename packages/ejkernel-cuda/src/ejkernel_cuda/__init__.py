@@ -7,6 +7,7 @@ without CUDA, or in an installation without compiled kernels, the call is refuse
 from ejkernel.ops import hookimpl
 from ejkernel.ops.model import Implementation
 from ejkernel_cuda import (
+    channel_gates,
     delta_rule,
     dense_decode,
     paged_decode,
@@ -25,6 +26,7 @@ def ejkernel_implementations() -> tuple[Implementation, ...]:
     recurrence_implementations = (
         *recurrent_step.IMPLEMENTATIONS,
         *delta_rule.IMPLEMENTATIONS,
+        *channel_gates.IMPLEMENTATIONS,
         *selective_scan.IMPLEMENTATIONS,
     )
     return (

@@ -56,11 +56,12 @@ void multiply_rows(float (&d)[Tiles][4], const uint32_t (&a)[4], uint64_t b, int
   });
 }
 
-inline void multiply_shared_rows(float (&d)[16][4], uint64_t a, uint64_t b, int add) {
+template <int Tiles>
+void multiply_shared_rows(float (&d)[Tiles][4], uint64_t a, uint64_t b, int add) {
   device::warp().barrier.wait();
   const int lane = device::current->index % 32, warp = device::current->index / 32 % 4;
   device::current->products.push_back([=, &d] {
-    for (int i = 0; i < 64; ++i) {
+    for (int i = 0; i < Tiles * 4; ++i) {
       const int m = warp * 16 + lane / 4 + i % 4 / 2 * 8, n = i / 4 * 8 + lane % 4 * 2 + i % 2;
       float sum = add ? d[i / 4][i % 4] : 0;
       for (int k = 0; k < 16; ++k) sum += right_operand(a, m, k) * row_operand(b, n, k);
@@ -135,13 +136,13 @@ inline void copy_tile(uint32_t to, const void* map, int column, int row, int bat
   const Array array = *static_cast<const Array*>(map);
   if (to % 1024 || array.row_bytes % 16) device::complain("a tile is not aligned");
   device::current->block->bulk_copies.push_back([=] {
-    for (int i = 0; i < array.tile_rows * 128; i += 16) {
-      const int r = i / 128, at = i % 128;
+    for (int i = 0; i < array.tile_rows * array.tile_bytes; i += 16) {
+      const int r = i / array.tile_bytes, at = i % array.tile_bytes;
       const bool inside = row + r < array.rows && column * 2 + at < array.row_bytes && batch < array.batch;
       const int64_t from = inside ? (int64_t(batch) * array.rows + row + r) * array.row_bytes + column * 2 + at : 0;
       device::perform({address_of(to + array.offset(r, at)), array.numbers + from, inside ? 16 : 0, 16});
     }
-    arrive_bytes(barrier, array.tile_rows * 128);
+    arrive_bytes(barrier, array.tile_rows * array.tile_bytes);
   });
 }
 

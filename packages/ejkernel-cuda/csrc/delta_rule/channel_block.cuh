@@ -1,0 +1,162 @@
+// What the scans of both passes share with gates per key channel: loads of what was prepared (channel_pairs.cuh), the
+// state's decay, and how a block begins. A block has a warpgroup with the state, and a warp that loads.
+#pragma once
+
+#include "delta_rule/scan.cuh"
+
+namespace ejkernel::delta_rule {
+
+constexpr int kChannelThreads = 128 + 32;
+
+struct ChannelCall : DeltaCall {
+  const float* decay;  // [B, H, chunks, K], E of the last token
+};
+
+struct ChannelMaps : Maps {  // its queries are q E, and its keys k F
+  TensorMap decayed_key, scores, inverse;  // k E [B, T, H, K], A and T [B, H, chunks, 64, 64]
+};
+
+// Parts of a stage, in bytes: q E, k F and values are where other scans have queries, keys and values.
+constexpr int kScoresOffset = 5 * kTileBytes, kDecayedKeyOffset = 6 * kTileBytes, kInverseOffset = 8 * kTileBytes;
+
+template <bool StoresStates, bool Delta>
+struct ChannelLayout {
+  static constexpr bool kStoresStates = StoresStates, kDelta = Delta;
+  static constexpr int kStages = !Delta ? 4 : StoresStates ? 2 : 3, kStageBytes = (Delta ? 9 : 6) * kTileBytes;
+  static constexpr int kOutputOffset = kStages * kStageBytes, kStatesOffset = kOutputOffset + 4 * kOutputBytes;
+  static constexpr int kWritesOffset = kStatesOffset + (StoresStates ? 4 * 2 * kStateTileBytes : 0);
+  static constexpr int kDecayOffset = kWritesOffset + (StoresStates && Delta ? 4 * kOutputBytes : 0);
+  static constexpr int kBetasOffset = kDecayOffset + kStages * kKeyDim * 4;
+  static constexpr int kBarriersOffset = kBetasOffset + (Delta ? kStages * kChunkTokens * 4 : 0);
+  static constexpr int kSharedMemoryBytes = kBarriersOffset + 16 * kStages;
+  static_assert(kSharedMemoryBytes <= 227 * 1024, "more shared memory than a block can have");
+};
+
+template <bool StoresStates, bool Delta>
+struct Block<ChannelLayout<StoresStates, Delta>> {
+  using L = ChannelLayout<StoresStates, Delta>;
+  uint32_t shared;
+  char* memory;
+  int head, row, first_value, thread;
+
+  __device__ __forceinline__ uint32_t stage(int s) const { return shared + s * L::kStageBytes; }
+  __device__ __forceinline__ float* decay(int s) const {
+    return reinterpret_cast<float*>(memory + L::kDecayOffset) + s * kKeyDim;
+  }
+  __device__ __forceinline__ float* betas(int s) const {
+    return reinterpret_cast<float*>(memory + L::kBetasOffset) + s * kChunkTokens;
+  }
+  __device__ __forceinline__ uint32_t loaded_barrier(int s) const { return shared + L::kBarriersOffset + 16 * s; }
+  __device__ __forceinline__ uint32_t free_barrier(int s) const { return loaded_barrier(s) + 8; }
+};
+
+// ---- loads ----
+
+template <typename L>
+__device__ __forceinline__ void load_stage(const Block<L>& block, const ChannelCall& call, const ChannelMaps& maps,
+                                           int stage, int chunk) {
+  const uint32_t to = block.stage(stage), barrier = block.loaded_barrier(stage);
+  const int key = block.head * kKeyDim, token = chunk * kChunkTokens;
+  const int value = block.head / (call.heads / call.value_heads) * call.value_dim + block.first_value;
+  const int index = (block.row * call.heads + block.head) * call.chunks + chunk;
+  arrive_and_expect(barrier, L::kStageBytes + kKeyDim * 4);
+  copy_bulk(shared_address(block.decay(stage)), call.decay + int64_t(index) * kKeyDim, kKeyDim * 4, barrier);
+  for (int i = 0; i < 2; ++i) {
+    if constexpr (L::kDelta) {
+      copy_tile(to + kDecayedKeyOffset + i * kTileBytes, &maps.decayed_key, key + i * 64, token, block.row, barrier);
+    }
+    copy_tile(to + i * kTileBytes, &maps.query, key + i * 64, token, block.row, barrier);
+    copy_tile(to + kKeyOffset + i * kTileBytes, &maps.key, key + i * 64, token, block.row, barrier);
+  }
+  copy_tile(to + kValueOffset, &maps.value, value, token, block.row, barrier);
+  if constexpr (L::kDelta) copy_tile(to + kInverseOffset, &maps.inverse, 0, 0, index, barrier);
+  copy_tile(to + kScoresOffset, &maps.scores, 0, 0, index, barrier);
+}
+
+// One warp; a lane has two tokens' beta.
+template <bool Reverse, typename L>
+__device__ __forceinline__ void load_channel_stages(const Block<L>& block, const ChannelCall& call,
+                                                    const ChannelMaps& maps) {
+  const int lane = block.thread % 32;
+  const int64_t base = int64_t(block.row) * call.tokens * call.heads + block.head;
+  Ring<L::kStages> ring;
+  for (int step = 0; step < call.chunks; ++step) {
+    const int chunk = chunk_of_step<Reverse>(call, step);
+    [[maybe_unused]] float betas[2];
+    if constexpr (L::kDelta) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int token = chunk * kChunkTokens + lane * 2 + i;
+        betas[i] = token < call.tokens ? __ldg(call.beta + base + int64_t(token) * call.heads) : 0.0f;
+      }
+    }
+    if (step >= L::kStages) wait_for_phase(block.free_barrier(ring.index), ring.phase ^ 1);
+    if (lane == 0) load_stage(block, call, maps, ring.index, chunk);
+    if constexpr (L::kDelta) {
+      reinterpret_cast<float2*>(block.betas(ring.index))[lane] = {betas[0], betas[1]};
+      __syncwarp();
+      if (lane == 0) arrive(block.loaded_barrier(ring.index));
+    }
+    ring.next();
+  }
+}
+
+// ---- state ----
+
+template <typename L>
+struct ChannelScanState : ScanState<L> {
+  using Base = ScanState<L>;
+  using Base::block, Base::warp, Base::lane, Base::t, Base::state;
+
+  __device__ __forceinline__ ChannelScanState(const Block<L>& b, const DeltaCall& c, const Maps& m) : Base(b, c, m) {}
+
+  __device__ __forceinline__ void wait_for_stage(const Ring<L::kStages>& stage) const {
+    wait_for_phase(block.loaded_barrier(stage.index), stage.phase);
+  }
+  __device__ __forceinline__ void free_stage(int stage) const {
+    __syncwarp();
+    if (lane == 0) arrive(block.free_barrier(stage));
+  }
+
+  __device__ __forceinline__ void decay_state(int stage) {
+    const float2* const decay = reinterpret_cast<const float2*>(block.decay(stage)) + t;
+#pragma unroll
+    for (int tile = 0; tile < 16; ++tile) {
+      const float2 factors = decay[tile * 4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) state[tile][i] *= i % 2 ? factors.y : factors.x;
+    }
+  }
+
+  // Converts [values, tokens] accumulators to left operands.
+  static __device__ __forceinline__ void pack_rows(uint32_t (&rows)[4][4], const float (&products)[8][4]) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const int tile = i / 4 * 2 + i % 4 / 2, pair = i % 2 * 2;
+      rows[i / 4][i % 4] = pack(products[tile][pair], products[tile][pair + 1]);
+    }
+  }
+};
+
+// Runs the roles of a block; `State` has the state's.
+template <typename L, bool Reverse, typename State>
+__device__ __forceinline__ void run_channel_block(const ChannelCall& call, const ChannelMaps& maps, char* memory) {
+  const int value_blocks = call.value_dim / kBlockValues, row_and_head = blockIdx.x / value_blocks;
+  const Block<L> block{shared_address(memory), memory, row_and_head % call.heads, row_and_head / call.heads,
+                       int(blockIdx.x % value_blocks) * kBlockValues, int(threadIdx.x)};
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < L::kStages; ++i) {
+      start_barrier(block.loaded_barrier(i), L::kDelta ? 2 : 1), start_barrier(block.free_barrier(i), 4);
+    }
+    publish_barriers();
+  }
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    State state(block, call, maps);
+    state.run();
+  } else {
+    load_channel_stages<Reverse>(block, call, maps);
+  }
+}
+
+}  // namespace ejkernel::delta_rule

@@ -1,0 +1,189 @@
+// The XLA FFI handlers with gates per key channel, with the delta rule and without: what the scans read, and the scans.
+// Without the delta rule beta, k E and T are empty arrays.
+#include "delta_rule/channel_pairs.cuh"
+#include "delta_rule/channel_reverse.cuh"
+#include "delta_rule/channel_scan.cuh"
+#include "delta_rule/handler.cuh"
+
+namespace ejkernel::delta_rule {
+namespace {
+
+template <bool Delta>
+ffi::Error launch_prepare(cudaStream_t stream, const PrepareCall& call, const PrepareMaps& maps, int64_t batch) {
+  using L = PrepareLayout<Delta>;
+  const cudaError_t error =
+      cudaFuncSetAttribute(channel_prepare_kernel<Delta>, cudaFuncAttributeMaxDynamicSharedMemorySize, L::kBytes);
+  if (error != cudaSuccess) return kErrors.internal("shared memory", cudaGetErrorString(error));
+  const int64_t blocks = batch * call.heads * call.chunks;
+  channel_prepare_kernel<Delta><<<int(blocks), L::kThreads, L::kBytes, stream>>>(call, maps);
+  return kErrors.check("launch", cudaGetLastError());
+}
+
+// Results: q E, k F and k E [B, T, H, K], A and T [B, H, chunks, 64, 64], E of the chunks' last tokens [B, H, chunks, K].
+ffi::Error channel_prepare(cudaStream_t stream, Bf16 query, Bf16 key, F32 gates, F32 beta,
+                           ffi::Result<Bf16> decayed_query, ffi::Result<Bf16> key_to_end, ffi::Result<Bf16> decayed_key,
+                           ffi::Result<Bf16> scores, ffi::Result<Bf16> inverse, ffi::Result<F32> decay) {
+  if (decayed_query->element_count() == 0) return ffi::Error::Success();
+  const auto q = query.dimensions(), k = key.dimensions(), g = gates.dimensions();
+  if (q.size() != 4 || k.size() != 4 || g.size() != 4) return kErrors.invalid_shapes();
+  const int64_t batch = g[0], tokens = g[1], heads = g[2], chunks = (tokens + kChunkTokens - 1) / kChunkTokens;
+  const int64_t state_count = batch * heads * chunks, pairs = state_count * kChunkTokens * kChunkTokens;
+  const bool has_delta = beta.element_count() != 0;
+  const auto belongs = [=](const auto& x) {
+    return x[0] == batch && x[1] == tokens && x[2] > 0 && heads % x[2] == 0 && x[3] == kKeyDim;
+  };
+  if (!belongs(q) || !belongs(k) || g[3] != kKeyDim || (has_delta && count(beta) != batch * tokens * heads) ||
+      count(*decayed_query) != count(gates) || count(*key_to_end) != count(gates) ||
+      count(*decayed_key) != (has_delta ? count(gates) : 0) || count(*scores) != pairs ||
+      count(*inverse) != (has_delta ? pairs : 0) || count(*decay) != state_count * kKeyDim) {
+    return kErrors.invalid_shapes();
+  }
+  const PrepareCall call{data_or_null(beta), decay->typed_data(), int(tokens), int(chunks), int(heads), int(q[2]),
+                         int(k[2])};
+  PrepareMaps maps;
+  const Tile loaded = {64, kChunkTokens, CU_TENSOR_MAP_SWIZZLE_128B}, stored = {64, 16, CU_TENSOR_MAP_SWIZZLE_128B};
+  const Size all_keys = {heads * kKeyDim, tokens, batch}, all_pairs = {kChunkTokens, kChunkTokens, state_count};
+  const char* message = nullptr;
+  const auto add = [&message](TensorMap* map, const void* data, const Size& size, const Tile& tile) {
+    if (!message) message = encode(map, data, size, tile);
+  };
+  add(&maps.query, query.untyped_data(), {q[2] * kKeyDim, tokens, batch}, loaded);
+  add(&maps.key, key.untyped_data(), {k[2] * kKeyDim, tokens, batch}, loaded);
+  add(&maps.gates, gates.untyped_data(), {2 * all_keys.columns, tokens, batch},
+      {2 * kKeyDim, kChunkTokens, CU_TENSOR_MAP_SWIZZLE_NONE});
+  add(&maps.decayed_query, decayed_query->untyped_data(), all_keys, stored);
+  add(&maps.key_to_end, key_to_end->untyped_data(), all_keys, stored);
+  add(&maps.scores, scores->untyped_data(), all_pairs, stored);
+  if (has_delta) add(&maps.decayed_key, decayed_key->untyped_data(), all_keys, stored);
+  if (has_delta) add(&maps.inverse, inverse->untyped_data(), all_pairs, stored);
+  if (message) return kErrors.internal("tensor map", message);
+  return has_delta ? launch_prepare<true>(stream, call, maps, batch) : launch_prepare<false>(stream, call, maps, batch);
+}
+
+// The arrays that both scans read: what was prepared, and the forward pass's values or the gradient of its output.
+struct Inputs {
+  const Bf16 &decayed_query, &key_to_end, &decayed_key, &scores, &inverse;
+  const F32& decay;
+  const Bf16& value;
+  const F32 &beta, &initial;
+};
+
+// Describes a scan. Returns false if the shapes do not belong together.
+bool describe_call(ChannelCall* call, const Inputs& in, F32& final, float scale) {
+  const auto q = in.decayed_query.dimensions(), v = in.value.dimensions(), f = final.dimensions();
+  if (q.size() != 4 || v.size() != 4 || f.size() != 4) return false;
+  const int64_t batch = q[0], tokens = q[1], heads = q[2], values = v[3];
+  const int64_t chunks = (tokens + kChunkTokens - 1) / kChunkTokens, chunk_heads = batch * heads * chunks;
+  const int64_t keys = batch * tokens * heads * kKeyDim, pairs = chunk_heads * kChunkTokens * kChunkTokens;
+  const bool has_delta = in.beta.element_count() != 0;
+  if (q[3] != kKeyDim || v[0] != batch || v[1] != tokens || v[2] <= 0 || heads % v[2] || values % kBlockValues ||
+      f[1] != heads || count(final) != batch * heads * kKeyDim * values || count(in.key_to_end) != keys ||
+      count(in.decayed_key) != (has_delta ? keys : 0) || count(in.scores) != pairs ||
+      count(in.inverse) != (has_delta ? pairs : 0) || count(in.decay) != chunk_heads * kKeyDim ||
+      (has_delta && count(in.beta) != batch * tokens * heads) ||
+      (in.initial.element_count() != 0 && count(in.initial) != count(final))) {
+    return false;
+  }
+  call->tokens = int(tokens), call->chunks = int(chunks), call->heads = int(heads), call->value_dim = int(values);
+  call->query_heads = call->key_heads = int(heads), call->value_heads = int(v[2]), call->scale = scale;
+  call->decay = in.decay.typed_data(), call->beta = data_or_null(in.beta);
+  call->initial_states = data_or_null(in.initial), call->final_states = final.typed_data();
+  return true;
+}
+
+// Encodes the maps of a scan: without `output`, `writes` or `states` for a kernel that does not store them.
+const char* encode_maps(ChannelMaps* maps, const ChannelCall& call, const Inputs& in, Bf16* output, Bf16* writes,
+                        Bf16* states) {
+  const int64_t batch = in.decayed_query.dimensions()[0], tokens = call.tokens, heads = call.heads;
+  const Tile loaded = {64, kChunkTokens, CU_TENSOR_MAP_SWIZZLE_128B};
+  const Tile rows = {16, kChunkTokens, CU_TENSOR_MAP_SWIZZLE_NONE};
+  const Size keys = {heads * kKeyDim, tokens, batch}, values = {heads * call.value_dim, tokens, batch};
+  const Size pairs = {kChunkTokens, kChunkTokens, batch * heads * call.chunks};
+  const char* message = nullptr;
+  const auto add = [&message](TensorMap* map, const auto& array, const Size& size, const Tile& tile) {
+    if (!message) message = encode(map, array.untyped_data(), size, tile);
+  };
+  add(&maps->query, in.decayed_query, keys, loaded), add(&maps->key, in.key_to_end, keys, loaded);
+  add(&maps->value, in.value, {int64_t(call.value_heads) * call.value_dim, tokens, batch}, loaded);
+  add(&maps->scores, in.scores, pairs, loaded);
+  if (call.beta) add(&maps->inverse, in.inverse, pairs, loaded), add(&maps->decayed_key, in.decayed_key, keys, loaded);
+  if (output) add(&maps->output, *output, values, rows);
+  if (writes) add(&maps->writes, *writes, values, rows);
+  if (states) {
+    add(&maps->states, *states, {kKeyDim, call.value_dim, pairs.batch}, {64, 16, CU_TENSOR_MAP_SWIZZLE_128B});
+  }
+  return message;
+}
+
+int64_t output_size(const ChannelCall& call, const Inputs& in) {
+  return in.decayed_query.dimensions()[0] * call.tokens * call.heads * call.value_dim;
+}
+
+template <typename L, typename Kernel>
+ffi::Error launch(cudaStream_t stream, Kernel kernel, const ChannelCall& call, const ChannelMaps& maps, int64_t batch) {
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, L::kSharedMemoryBytes);
+  if (error != cudaSuccess) return kErrors.internal("shared memory", cudaGetErrorString(error));
+  const int64_t blocks = batch * call.heads * (call.value_dim / kBlockValues);
+  kernel<<<int(blocks), kChannelThreads, L::kSharedMemoryBytes, stream>>>(call, maps);
+  return kErrors.check("launch", cudaGetLastError());
+}
+
+template <bool StoresStates, bool Delta>
+ffi::Error launch_forward(cudaStream_t stream, const ChannelCall& call, const ChannelMaps& maps, int64_t batch) {
+  return launch<ChannelLayout<StoresStates, Delta>>(stream, channel_kernel<StoresStates, Delta>, call, maps, batch);
+}
+
+template <bool Delta>
+ffi::Error launch_reverse(cudaStream_t stream, const ChannelCall& call, const ChannelMaps& maps, int64_t batch) {
+  return launch<ChannelLayout<true, Delta>>(stream, channel_reverse_kernel<Delta>, call, maps, batch);
+}
+
+ffi::Error channel_scan(cudaStream_t stream, Bf16 decayed_query, Bf16 key_to_end, Bf16 decayed_key, Bf16 scores,
+                        Bf16 inverse, F32 decay, Bf16 value, F32 beta, F32 initial, ffi::Result<Bf16> output,
+                        ffi::Result<F32> final, ffi::Result<Bf16> writes, ffi::Result<Bf16> states, float scale) {
+  if (output->element_count() == 0) return ffi::Error::Success();
+  const Inputs in{decayed_query, key_to_end, decayed_key, scores, inverse, decay, value, beta, initial};
+  ChannelCall call{};
+  if (!describe_call(&call, in, *final, scale)) return kErrors.invalid_shapes();
+  const int64_t batch = decayed_query.dimensions()[0];
+  const bool stores = states->element_count() != 0;
+  if (count(*output) != output_size(call, in) ||
+      (stores && (count(*writes) != (call.beta ? count(*output) : 0) || count(*states) != count(*final) * call.chunks))) {
+    return kErrors.invalid_shapes();
+  }
+  ChannelMaps maps;
+  const char* message =
+      encode_maps(&maps, call, in, &*output, stores && call.beta ? &*writes : nullptr, stores ? &*states : nullptr);
+  if (message) return kErrors.internal("tensor map", message);
+  const auto launch_one = stores ? (call.beta ? launch_forward<true, true> : launch_forward<true, false>)
+                                 : (call.beta ? launch_forward<false, true> : launch_forward<false, false>);
+  return launch_one(stream, call, maps, batch);
+}
+
+// The reverse scan: the output's gradient has the place of the values, and the final states' that of the first ones.
+ffi::Error channel_scan_reverse(cudaStream_t stream, Bf16 decayed_query, Bf16 key_to_end, Bf16 decayed_key, Bf16 scores,
+                                Bf16 inverse, F32 decay, Bf16 cotangent, F32 beta, F32 final_cotangent,
+                                ffi::Result<Bf16> dwrites, ffi::Result<Bf16> dstates, ffi::Result<F32> dinitial,
+                                float scale) {
+  if (dwrites->element_count() == 0) return ffi::Error::Success();
+  const Inputs in{decayed_query, key_to_end, decayed_key, scores, inverse, decay, cotangent, beta, final_cotangent};
+  ChannelCall call{};
+  if (!describe_call(&call, in, *dinitial, scale) || count(*dwrites) != output_size(call, in) ||
+      count(*dstates) != count(*dinitial) * call.chunks) {
+    return kErrors.invalid_shapes();
+  }
+  ChannelMaps maps;
+  const char* message = encode_maps(&maps, call, in, nullptr, &*dwrites, &*dstates);
+  if (message) return kErrors.internal("tensor map", message);
+  const int64_t batch = decayed_query.dimensions()[0];
+  return call.beta ? launch_reverse<true>(stream, call, maps, batch) : launch_reverse<false>(stream, call, maps, batch);
+}
+
+}  // namespace
+
+EJKERNEL_FFI_HANDLER(ejkernel_channel_prepare, channel_prepare);
+EJKERNEL_FFI_HANDLER(ejkernel_channel_scan, channel_scan, "scale");
+EJKERNEL_FFI_HANDLER(ejkernel_channel_scan_reverse, channel_scan_reverse, "scale");
+
+}  // namespace ejkernel::delta_rule

@@ -1,0 +1,48 @@
+"""Conformance cases of gates per key channel: head sizes that the kernels are compiled for, in bfloat16."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.modules.operations.cases.recurrence import RecurrenceSizes, Row, gate_maker, log_gate, make_cases
+from ejkernel.modules.operations.gated_linear_attention import GLAttentionArguments
+from ejkernel.modules.operations.kernel_delta_attention import KernelDeltaAttentionArguments
+from ejkernel.ops.model import Case
+
+DEFAULT_SIZES: dict[str, Any] = {"k": 128, "dtype": jnp.bfloat16}
+
+
+def _beta_decay_and_state(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
+    """Returns beta, a decay for each key channel, and a state."""
+    others, decay = jax.random.split(key)
+    fields = gate_maker("beta", "initial_state", return_state=True)(others, sizes)
+    return fields | {"decay": log_gate(decay, sizes.shape("gk"))}
+
+
+_DELTA_CASES: tuple[Row, ...] = (
+    (
+        "CUDA chunks, decay of channels",
+        RecurrenceSizes(t=130, h=2, g=1, v=64, **DEFAULT_SIZES),
+        _beta_decay_and_state,
+        ("beta", "decay", "initial_state"),
+        (),
+    ),
+)
+_CASES: tuple[Row, ...] = (
+    (
+        "CUDA chunks, gates of channels",
+        RecurrenceSizes(t=200, h=2, g=2, v=128, **DEFAULT_SIZES),
+        gate_maker("gate of channels", "initial_state", return_state=True),
+        ("decay", "initial_state"),
+        (),
+    ),
+)
+
+
+def cases() -> dict[str, tuple[Case, ...]]:
+    """Returns the conformance cases of each operation, by its name."""
+    return {
+        "kernel_delta_attention": make_cases(KernelDeltaAttentionArguments, _DELTA_CASES),
+        "gated_linear_attention": make_cases(GLAttentionArguments, _CASES),
+    }
