@@ -88,7 +88,7 @@ INABILITY = {
             "low_rank_read: got None; the implementations 'triton' and 'triton_delta' serve recurrences without it",
             rf"decay: got (None|{N} per head), wants a gate per key channel, {N} per head",
             "a shared prefix together with a window or alibi, which count from each query's own position",
-            "decay: got gates per head or none, the kernels read gates per key channel",
+            "decay: got gates per head or none, the kernel reads gates per key channel",
             r"sliding_window: .* does not end at the query's own position",
             rf"bias: shape .*, wants all {N} queries and {N} keys",
             "query: got one query and one key, cuDNN wants more",

@@ -269,7 +269,7 @@ def test_unsupported_calls_are_refused():
     assert not refusals(abstract(16, channels=128), implementation=CHANNELS)
     assert not refusals(dataclasses.replace(abstract(16, channels=128), beta=None), implementation=CHANNELS)
     [gates] = refusals(abstract(16), implementation=CHANNELS)
-    assert gates == "decay: got gates per head or none, the kernels read gates per key channel"
+    assert gates == "decay: got gates per head or none, the kernel reads gates per key channel"
     [beta] = refusals(dataclasses.replace(abstract(16), beta=None))
     assert "beta: got None" in beta
     assert not refusals(dataclasses.replace(abstract(16), beta=None), implementation=PLAIN)

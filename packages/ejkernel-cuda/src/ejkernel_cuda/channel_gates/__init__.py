@@ -37,18 +37,18 @@ HOPPER_COMPUTE_CAPABILITY = 9.0
 def _refusal_reasons(record: LinearRecurrence) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     if not has_decay_per_channel(record):
-        yield "decay: got gates per head or none, the kernels read gates per key channel"
+        yield "decay: got gates per head or none, the kernel reads gates per key channel"
     dtypes = {str(x.dtype) for x in (record.query, record.key, record.value)}
     if len(dtypes) > 1:
         yield f"query: got other dtypes of key or value, wants one dtype instead of {', '.join(sorted(dtypes))}"
     if record.query.shape[3] != KEY_DIM:
-        yield f"query: got head dimension {record.query.shape[3]}, the kernels want one of {KEY_DIM}"
+        yield f"query: got head dimension {record.query.shape[3]}, the kernel wants one of {KEY_DIM}"
     if record.value.shape[3] % VALUE_CHANNELS_PER_BLOCK:
-        wants = f"the kernels want a multiple of {VALUE_CHANNELS_PER_BLOCK}"
+        wants = f"the kernel wants a multiple of {VALUE_CHANNELS_PER_BLOCK}"
         yield f"value: got head dimension {record.value.shape[3]}, {wants}"
     capability = current_device().compute_capability
     if capability is not None and int(capability) != int(HOPPER_COMPUTE_CAPABILITY):
-        yield f"compute capability {capability}: the kernels are compiled for {HOPPER_COMPUTE_CAPABILITY} alone"
+        yield f"compute capability {capability}: the kernel is compiled for {HOPPER_COMPUTE_CAPABILITY} alone"
 
 
 def _gradient_refusal_reasons(record: LinearRecurrence) -> Iterable[str]:
