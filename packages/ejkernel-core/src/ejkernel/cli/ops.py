@@ -192,9 +192,10 @@ def _field_support(family: Family, implementation: Implementation, name: str) ->
     """Says if an implementation supports a field, and its gradient; all support required fields."""
     if name in optional_fields(family.record) and name not in implementation.requires.handles:
         return "no"
-    if implementation.backward is not None and name in implementation.gradients:
-        return "with gradient"
-    return "no gradient" if name in family.differentiable else "yes"
+    if name not in family.differentiable:
+        return "yes"
+    has_gradient = implementation.backward is not None and name in implementation.gradients
+    return "with gradient" if has_gradient else "no gradient"
 
 
 def _requirements_describer(describe: Callable[[Requires], str]) -> Callable[[Implementation], str]:

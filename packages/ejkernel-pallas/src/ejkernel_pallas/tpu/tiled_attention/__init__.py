@@ -63,6 +63,6 @@ def implementations() -> tuple[Implementation, ...]:
             tpu_requires(
                 head_dims=range(1, 257), supported_fields=SUPPORTED_OPTIONAL_FIELDS, refusal_reasons=_refusal_reasons
             ),
-            fields_without_gradient=frozenset({"relative_bias"}),
+            fields_without_gradient=frozenset({"relative_bias", "score_mod"}),
         ),
     )
