@@ -145,7 +145,7 @@ def trace_without_tpu() -> Generator[None]:
 
 
 def aval_varying_like(shape: tuple[int, ...], dtype: Any, avals: Any) -> Any:
-    """Returns an abstract array that varies over every mesh axis that one of the given ones varies over."""
+    """Returns an abstract array that varies over every mesh axis that any of `avals` varies over."""
     from jax.core import ShapedArray
 
     made: Any = ShapedArray

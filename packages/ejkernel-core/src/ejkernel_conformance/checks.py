@@ -82,7 +82,7 @@ def check_gradients(subject: Subject) -> None:
 
 
 def check_forward_mode(subject: Subject) -> None:
-    """Checks that output and tangents of a call in a `forward_mode` block are those of the differentiated reference."""
+    """Checks output and tangents of a call in a `forward_mode` block against those of the reference under `jax.jvp`."""
     op, names = subject.op, running.differentiable_inputs(subject.op, subject.case)
     plan = dataclasses.replace(pinned_plan(op, subject.implementation), forward_mode=True)
     tangents = running.normal_like({name: running.leaves_by_name(subject.args)[name] for name in names})

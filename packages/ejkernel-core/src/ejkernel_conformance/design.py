@@ -25,7 +25,7 @@ OF_REQUESTS = ("test_requests", "test_request_gradients")
 """The transforms that only the arrays matter to which say where requests lie: ids, lengths, tables and slots."""
 
 OF_INVARIANCE = "test_batch_invariance"
-"""The transform of which one claim of each implementation appears: it compiles a program for each changed call."""
+"""The transform that the design includes for one claim of each implementation only, as it compiles many programs."""
 
 
 def features(transform: str, parameter: Any) -> frozenset[Hashable]:

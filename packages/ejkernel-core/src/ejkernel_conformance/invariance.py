@@ -1,9 +1,10 @@
 """Checks that no bit of a row depends on what else is in the call, for every name that an implementation claims.
 
-A case's call is changed in the ways that a name of `ejkernel.types.invariances.INVARIANCES` stands for: a row alone and
-in other company, more padding, a segment that is cut out of a packed row, fewer queries of each sequence, the pages of
-the cache in another order and of another size. Both calls run in a `batch_invariant` block, and the rows that they
-share must have the same bits. A changed call that dispatch refuses shows nothing; a claim that no case shows fails.
+The call of a case is changed in the ways that a name in `ejkernel.types.invariances.INVARIANCES` stands for: a row
+alone or among others, more padding, a segment that is cut out of a packed row, fewer queries of each sequence, the
+pages of the cache in another order or of another size. Both calls run in a `batch_invariant` block, and the rows that
+they share must have the same bits. Changed calls that dispatch refuses are skipped; the check fails if no case tests
+the claim.
 """
 
 import dataclasses
@@ -25,14 +26,14 @@ from ejkernel_conformance.selection import FamilyTarget
 from ejkernel_conformance.subjects import abstract_record, lowered, pinned_plan
 
 MAX_CASES = 3
-"""Cases that show a claim: each compiles a program for each changed call."""
+"""Number of cases that test a claim; each compiles a program for each changed call."""
 
 
 def check_invariance(target: FamilyTarget) -> None:
     """Checks one claim of an implementation on a few cases, which together have as many arguments as possible.
 
     Raises:
-        AssertionError: A bit of a row changes, or no case shows the claim.
+        AssertionError: A bit of a row changes, or no case tests the claim.
     """
     shown = 0
     for op, case in _ordered(target):
@@ -56,7 +57,7 @@ def served(op: Op, implementation: Implementation, record: Any) -> bool:
 
 
 def _ordered(target: FamilyTarget) -> list[tuple[Op, Case]]:
-    """Returns the cases that are served, in an order in which the first few have most arguments and dtypes."""
+    """Returns the cases that are served, ordered so that the first few cover the most arguments and dtypes."""
     name, implementation = target.name, target.implementation
     cases = [
         (op, case)

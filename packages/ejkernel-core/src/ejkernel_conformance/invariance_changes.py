@@ -1,4 +1,4 @@
-"""Changed calls that share rows with a call, by family and by name of `ejkernel.types.invariances.INVARIANCES`."""
+"""Changed calls that share rows with a call, by family and by name in `ejkernel.types.invariances.INVARIANCES`."""
 
 import dataclasses
 import itertools
@@ -68,7 +68,7 @@ def changes_of_rows(family: Family, record: Any, letter: str = "b") -> Iterator[
     rows = max(sizes, default=0)
     if rows < 1 or sizes - {1, rows}:
         return
-    # Arrays of one row for all would be taken for arrays of the only row.
+    # With a single row, arrays that broadcast over rows cannot be told from arrays of that row.
     indices = {"the last row alone": np.array([rows - 1])} if rows > 1 else {}
     if rows > 1:
         indices["rows in reverse, twice"] = np.tile(np.arange(rows)[::-1], 2)
@@ -109,7 +109,7 @@ def _with_fewer_queries(family: Family, record: Any) -> Iterator[Change]:
 
 
 def _with_more_padding(record: Any) -> Iterator[Change]:
-    """Yields a call with 37 keys more that nothing attends to."""
+    """Yields a call with 37 more keys, which no query attends to."""
     (batch, queries, _, _), keys, more = record.query.shape, record.key.shape[1], 37
     pairs = (record.bias, record.mask)
     if any(x is not None and x.shape[3] != 1 for x in pairs):
@@ -129,7 +129,7 @@ def _with_more_padding(record: Any) -> Iterator[Change]:
 
 
 def _with_longer_rows(record: Any) -> Iterator[Change]:
-    """Yields a causal call whose rows go on for 37 tokens, after those that are compared."""
+    """Yields a causal call whose rows have 37 more tokens after those that are compared."""
     arrays = array_fields(record).keys() - {"query", "key", "value", "softmax_aux", "alibi_slopes"}
     queries, more = record.query.shape[1], 37
     if causal_window_bounds(record)[1] != 0 or queries > record.key.shape[1] or arrays:
@@ -205,7 +205,7 @@ def _rows_of(record: Any) -> list[np.ndarray]:
 
 
 def _with_sequences(family: Family, record: Any, index: np.ndarray, how: str) -> Change | None:
-    """Returns a call of some sequences; None where their rows are none, or the record has tables of pairs."""
+    """Returns a call of some sequences; None if these have no rows, or the record has tables of pairs."""
     rows = np.concatenate([_rows_of(record)[n] for n in index])
     if not rows.size or record.qq_bias is not None or record.new_keys is not None:
         return None
@@ -270,7 +270,7 @@ def _with_queries(record: Any, rows: list[np.ndarray], lengths: np.ndarray, how:
 
 
 def changes_of_groups(family: Family, record: Any) -> Iterator[Change]:
-    """Yields grouped products of a part of the rows: each third one, and one alone."""
+    """Yields grouped matmuls of some of the rows: every third one, and one alone."""
     sizes = np.maximum(record.group_sizes, 0)
     group = np.repeat(np.arange(sizes.size), sizes)[: record.lhs.shape[0]]
     for how, index in (("each third row", np.arange(0, group.size, 3)), ("one row", np.array([group.size // 2]))):
@@ -286,4 +286,4 @@ CHANGES_BY_FAMILY: Mapping[str, Callable[[Family, Any], Iterator[Change]]] = {
     "paged_attention": changes_of_pages,
     "grouped_matmul": changes_of_groups,
 }
-"""The functions that change calls of a family in other ways than by the rows of axis `b`."""
+"""The functions that change the calls of a family, for families whose rows are not simply those of axis `b`."""

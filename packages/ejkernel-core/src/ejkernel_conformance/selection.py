@@ -170,7 +170,9 @@ def _subjects(selection: Selection) -> tuple[Subject, ...]:
 
 
 def _with_forward_mode(selection: Selection) -> Iterator[Subject]:
-    """Returns the differentiable case with most options, of every operation of implementations with `forward_mode`."""
+    """Returns, for each operation of implementations with `forward_mode`, its differentiable case with the most
+    options.
+    """
     for target in _targets(selection):
         subjects = list(filter(_can_be_differentiated, target.subjects)) if target.implementation.forward_mode else []
         if subjects:

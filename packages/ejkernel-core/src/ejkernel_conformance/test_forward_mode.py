@@ -7,5 +7,5 @@ from ejkernel_conformance.subjects import Subject
 
 @unless(refused("forward"))
 def test_forward_mode(ejk_forward_mode: Subject) -> None:
-    """Output and tangents of a call in a `forward_mode` block, of the case of its operation with most options."""
+    """Output and tangents in a `forward_mode` block are those of the reference, in the case with the most options."""
     checks.check_forward_mode(ejk_forward_mode)

@@ -66,7 +66,7 @@ class Family:
         dtype: The dtype `Requires.dtypes` is about; that of the first field unless given.
         head_dims: The sizes `Requires.head_dims` is about; none unless given.
         axes: Axis letters of `"output"`, and of every array field that the record does not declare with `array`
-            or with `arrays_of_function`, which has None:
+            or with `arrays_of_function` (a field of the latter has None):
             `{"query": "b t h d", ...}`, with a tuple of letters where the output is a tuple. A function of the record
             that returns all letters where they follow from it. An output of size 1 along an axis that is split has an
             entry for each shard.
@@ -87,8 +87,8 @@ class Family:
             segments. What one request holds never reaches another: the conformance suite poisons it.
         request_isolation: What the passes of every implementation are given in an `isolate_sequences` block, so that
             requests that share a tile cannot reach each other; None where kernels keep them apart by themselves.
-        invariances: Record -> the names, of `ejkernel.types.invariances.INVARIANCES`, of all that the bits of a row of
-            such a call may depend on. In a `batch_invariant` block an implementation has to claim each of them.
+        invariances: Record -> names in `ejkernel.types.invariances.INVARIANCES`: what the bits of a row of such a call
+            may depend on. In a `batch_invariant` block, an implementation has to be invariant to each of them.
     """
 
     name: str
@@ -118,7 +118,7 @@ class Family:
             object.__setattr__(self, "differentiable", gradients)
 
     def arrays_with_axes(self, record: Any) -> dict[str, Any]:
-        """Returns the array fields of a record whose axes have letters; the arrays of functions have none."""
+        """Returns the array fields of a record whose axes have letters, which excludes the arrays of functions."""
         letters = self.axes_of(record)
         return {name: x for name, x in array_fields(record).items() if letters[name] is not None}
 

@@ -123,8 +123,8 @@ __all__ = [
 
 
 class _EngineModule(ModuleType):
-    """The class of this package. Python binds a submodule to its name in the package; this class keeps the public name,
-    `registry`, which is also the name of a module of the earlier library.
+    """The class of this package. Importing a submodule binds its name in the package; this class keeps the function
+    `registry`, whose name is also that of a module of the earlier library.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -16,7 +16,7 @@ from ejkernel.types.arguments import arguments, static
 from ejkernel.types.pair_functions import PairFunction
 
 PYTREE_CHILD_TYPES = (jax.Array, AbstractArray, MaskInfo, PairFunction)
-"""The types of arguments that are children of the record's pytree: arrays, and what holds arrays."""
+"""The types of arguments that are children of the record's pytree: arrays, and containers of arrays."""
 
 
 class ArgumentRecord:

@@ -24,11 +24,12 @@ def batch_invariant() -> Generator[None]:
 
     The same row gives the same bits, on one device and with one version of the toolchain, alone or in any batch, with
     any padding, packed with others or not, from a whole prompt or in chunks, and wherever the pages of its cache lie:
-    `ejkernel.types.invariances.INVARIANCES` has the list. Only implementations serve that claim every one of these
-    names that the call may depend on, `Implementation.invariant_to`, and each runs in one fixed configuration.
-    `isolate_sequences` is part of it. Outputs are meant, not gradients: those of weights are sums over the batch.
+    `ejkernel.types.invariances.INVARIANCES` has the list. An implementation serves a call only if its `invariant_to`
+    has every one of these names that the call may depend on, and it runs in one fixed configuration. The block also
+    isolates sequences, as `isolate_sequences` does. Gradients are not covered: those of weights are sums over the
+    batch.
 
-    Where no implementation claims enough, a call is refused by name; `ejkernel.explain` shows the reasons.
+    If no implementation is invariant enough, the call is an error; `ejkernel.explain` shows the reasons.
 
     Example:
         ```python
@@ -48,7 +49,7 @@ def batch_invariant() -> Generator[None]:
 
 
 def is_batch_invariant() -> bool:
-    """Returns whether a `batch_invariant` block is around."""
+    """Returns whether a `batch_invariant` block is active."""
     return _invariant_context.value
 
 

@@ -124,7 +124,7 @@ def make_plan(op: Op, args: Any, platform: str | None, cfg: Any, chain: ConfigSe
 
 
 def policy_notes(plan: CallPlan, record: Any) -> tuple[str, ...]:
-    """Returns what `explain` says of a `batch_invariant` block, or where sequences of a call may reach each other."""
+    """Returns the notes of `explain` about a `batch_invariant` block, or about sequences that may affect each other."""
     if plan.batch_invariant:
         return (GRADIENTS_NOTE,)
     isolate = plan.op.family.request_isolation

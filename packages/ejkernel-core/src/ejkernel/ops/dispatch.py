@@ -150,7 +150,7 @@ def choose(
         direction: The pass.
         grad_fields: For backward: the record fields whose gradient is needed.
         cfg: The call's own configuration.
-        batch_invariant: Whether the call was made in a `batch_invariant` block, which is about forward passes.
+        batch_invariant: Whether the call was made in a `batch_invariant` block, which restricts forward passes only.
     """
     registered = registry()
     verdicts: list[Verdict] = []

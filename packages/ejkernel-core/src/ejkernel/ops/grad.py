@@ -44,7 +44,7 @@ class CallPlan:
         returns_lse: Whether the call returns `(output, lse)`, with the residuals' lse, instead of the output.
         differentiable_twice: Whether the call was made in a `second_derivatives` block.
         isolates_sequences: Whether the call was made in an `isolate_sequences` block.
-        batch_invariant: Whether it was made in a `batch_invariant` block.
+        batch_invariant: Whether the call was made in a `batch_invariant` block.
         forward_mode: Whether the call was made in a `forward_mode` block.
     """
 
@@ -130,7 +130,7 @@ class CallPlan:
 
         Args:
             record: The family record.
-            vs: Tangents of some of its leaves.
+            vs: Tangents of some leaves of the record.
             by_field: Returns the tangents by record field.
             choice: Of the forward direction.
 
@@ -323,7 +323,9 @@ def differentiable_call(plan: CallPlan, record: Any) -> Any:
 
 
 def _with_reference_derivatives(plan: CallPlan, record: Any) -> Any:
-    """Runs a call of both blocks, `forward_mode` and `second_derivatives`: any mode, any number of times."""
+    """Runs a call in both a `forward_mode` and a `second_derivatives` block, differentiable in any mode, any number of
+    times.
+    """
 
     def run(record: Any) -> ForwardResults:
         return plan.forward(record)._replace(private_residuals=None)

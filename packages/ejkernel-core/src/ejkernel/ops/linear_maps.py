@@ -1,4 +1,4 @@
-"""The tangents of a call as linear maps that know their transposes and derivatives, and batches of them."""
+"""The tangents of a call as linear maps, with their transposes, their derivatives, and batches of them."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ class Call(Protocol):
 
 
 def is_floating(x: Any) -> bool:
-    """Returns whether an array has tangents."""
+    """Returns whether an array is of a floating dtype, and so can have tangents."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 

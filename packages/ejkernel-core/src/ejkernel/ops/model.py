@@ -234,9 +234,9 @@ class Implementation:
         gradients: Record fields `backward` gives a gradient for.
         backward_requires: What the backward pass needs, where that differs.
         forward_mode: `"module:function"`, called as `(record, tangents, config_part) -> (results, their tangents)`,
-            both `(output, residuals)`; `tangents` maps the fields that have any to theirs, in the field's structure. It
-            must be jnp that JAX can differentiate in forward mode. None leaves it to JAX to derive tangents from the
-            forward pass of XLA.
+            both `(output, residuals)`; `tangents` maps the name of each field that has tangents to them, in the field's
+            structure. The function must be jnp that JAX can differentiate in forward mode. If None, JAX derives
+            tangents from the forward pass of XLA.
         priority: Higher is tried first; ties go by name. Where that depends on the call, a function of record, device
             and direction. XLA's is 0: a call for which it is below 0 goes to this implementation only where a caller
             asks for its platform.
@@ -253,7 +253,7 @@ class Implementation:
             differentiated use that configuration too.
         invariant_to: Names of `ejkernel.types.invariances.INVARIANCES`: in a `batch_invariant` block, none of these
             changes a bit of a row of the forward pass. The conformance suite proves each on the device.
-        invariance_limits: Record -> sentences saying why the claims do not hold for it; empty if they do.
+        invariance_limits: Record -> the reasons why `invariant_to` does not hold for it; empty if it does.
         instead_of_kernel: Kind of device -> why it serves the family there instead of a kernel. The support matrix
             shows the reason at operations that no kernel for these devices serves.
     """

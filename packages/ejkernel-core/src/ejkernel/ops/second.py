@@ -176,7 +176,7 @@ def _reference_gradients(
 
     _, pull = jax.vjp(value, {name: getattr(record, name) for name in sorted(grad_fields)})
     gradients = pull(cotangent if lse_cotangent is None else (cotangent, lse_cotangent))[0]
-    # As the backward passes: the integers of a function of pairs have no gradient.
+    # As in the backward passes, the integer arrays of a function of pairs have no gradient.
     return jax.tree.map(lambda x: None if x.dtype == jax.dtypes.float0 else x, gradients)
 
 

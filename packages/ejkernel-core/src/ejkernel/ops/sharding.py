@@ -132,7 +132,7 @@ def record_specs(letters: AxisLetters, record: Any, mesh_axes_by_letter: Mapping
     specs: dict[str, Any] = {}
     sizes: dict[str, int] = {}
     for name, value in array_fields(record).items():
-        if letters.record[name] is None:  # arrays that every shard needs
+        if letters.record[name] is None:  # every shard has these arrays whole
             specs[name] = jax.tree.map(lambda _: PartitionSpec(), value)
             continue
         axis_letters = letters.record[name].split()

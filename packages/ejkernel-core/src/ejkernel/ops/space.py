@@ -51,8 +51,8 @@ class ConfigSpace:
         forward: The type of the forward pass, or of both where they are paired.
         backward: The type of the backward pass, where that is another.
         batch_invariant: (record, device, direction) -> complete configuration part of calls in a `batch_invariant`
-            block. It reads sizes of heads and models and dtypes, and no size that depends on the batch. None where
-            nothing is claimed, or nothing is to choose.
+            block. It may read dtypes and sizes of heads and of the model, but no size that depends on the batch. None
+            if the implementation claims no invariance, or has nothing to choose.
         public_fields: Public configuration field -> field of the kernel's own types that has its value, or all that
             have it; `"dkv.block_q"` is a field of a field. What a type does not have is left out.
     """

@@ -1,4 +1,4 @@
-"""The two primitives of forward mode: results with their tangents, and a linear map that knows its transpose."""
+"""The two primitives of forward mode: one computes results and tangents, the other is a linear map with a transpose."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -95,7 +95,7 @@ def _linear_jvp(primals: Any, tangents: Any, *, linear: Any, count: int, shapes:
     if not all(map(_is_zero, ws)):
         changes = _bind_linear(linear, residuals, list(map(ad.instantiate_zeros, ws)), shapes)
     if moved or any(not _is_zero(u) for u in tangents[linear.count : count]):
-        # The results among the residuals follow from the record, whose derivative has theirs.
+        # The results among the residuals are functions of the record: its tangents account for theirs.
         at = [*residuals[: linear.count], *vs]
         terms = _bind_linear(linear.derivative(moved), at, [linear.expand(i, us[i]) for i in moved], shapes)
         changes = _sums(changes, terms)

@@ -1,17 +1,17 @@
-"""Forward mode: the tangents of a call, and what transposes them.
+"""Forward mode: the tangents of a call, and their transpose.
 
 A call in a `forward_mode` block is a `jax.custom_jvp` whose rule is one primitive:
 
     results_and_tangents   record, tangents -> results and their tangents     in one pass, by XLA
 
-`jax.jvp` runs it as it is. `jax.linearize`, and with it `jax.grad`, knows the record but not the tangents. Partial
-evaluation then splits it, into the forward pass of the chosen kernel and a second primitive:
+`jax.jvp` runs this primitive. Under `jax.linearize`, and so under `jax.grad`, the record is known and the tangents are
+not: partial evaluation then splits it into the forward pass of the chosen kernel and a second primitive:
 
     linear                 record, results, tangents -> tangents of results   its transpose is the chosen backward pass
 
-The tangent L(x; v) of a call has itself derivatives in x. Along u it is D2 f(x)[v, u], which is symmetric in v and u,
-so its transpose in u is the derivative of the backward pass along v: `SecondOrder`. Reverse over forward therefore
-takes no reverse mode through a loop of XLA or a kernel.
+The tangent L(x; v) of a call can be differentiated in x. Its derivative along u is D2 f(x)[v, u], which is symmetric in
+v and u, so the transpose in u is the derivative of the backward pass along v: `SecondOrder`. Reverse over forward
+therefore never runs reverse mode through a loop of XLA or through a kernel.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ def forward_results(plan: Any, fields: frozenset[str], record: Any) -> ForwardRe
 
     Args:
         plan: The `CallPlan`.
-        fields: Record fields whose gradient a backward pass will be asked for; empty where none follows.
+        fields: Record fields whose gradient a backward pass will compute; empty if no backward pass follows.
         record: The family record.
     """
     if not fields:
@@ -81,8 +81,8 @@ forward_results.defjvp(_results_jvp, symbolic_zeros=True)
 class TangentCall:
     """A call whose record has tangents, as functions of flat lists of arrays.
 
-    `xs` are the leaves of the record and `vs` the tangents of those that are `moved`; of results, the leaves of output
-    and residuals are meant.
+    `xs` are the leaves of the record, and `vs` the tangents of the leaves in `moved`. The leaves of results are those
+    of output and residuals.
 
     Attributes:
         plan: The `CallPlan`.
@@ -115,7 +115,7 @@ class TangentCall:
         return frozenset(paths[i][0].name for i in self.moved)
 
     def forward(self, xs: Leaves) -> ForwardResults:
-        """Returns the results of the chosen forward pass that a backward pass follows."""
+        """Returns the results of the chosen forward pass, with the residuals of a backward pass."""
         record = jax.tree.unflatten(self.structure, xs)
         return forward_results(self.plan, self.fields(record), record)
 
@@ -146,11 +146,11 @@ class TangentCall:
         return {name: getattr(moved, name) for name in sorted(self.fields(record))}
 
     def linear_map(self, results: ForwardResults) -> FirstOrder:
-        """Returns the map from `vs` to the tangents of the results, where the forward pass has given these results."""
+        """Returns the map from `vs` to the tangents of `results`, which the forward pass has returned."""
         return FirstOrder(self, self.structure.num_leaves, jax.tree.structure(results))
 
     def second_order(self, moved: tuple[int, ...]) -> SecondOrder:
-        """Returns the map of second derivatives along `vs` and tangents of the given leaves."""
+        """Returns the map of second derivatives along `vs` and along tangents of the leaves `moved`."""
         return SecondOrder(self, self.structure.num_leaves, moved)
 
     def backward(self, xs: Leaves, results: ForwardResults, cotangents: Leaves) -> Leaves:
@@ -181,8 +181,8 @@ class TangentCall:
 def tangent_choice(plan: Any, record: Any) -> Choice | None:
     """Returns the choice of the forward pass that tangents come from; None for the family's reference.
 
-    It is the chosen one if it declares a `forward_mode` function or XLA compiles it, or else that of the XLA
-    implementation: kernels are not differentiated.
+    This is the choice of dispatch if it declares a `forward_mode` function or is compiled by XLA, and otherwise the XLA
+    implementation: JAX does not differentiate kernels.
 
     Raises:
         NoImplementationError: No implementation serves the call.
@@ -212,7 +212,7 @@ def _xla_choice(plan: Any, record: Any, direction: Any, fields: frozenset[str]) 
 
 def _gradients(plan: Any, choice: Choice, pullback: Pullback) -> dict[str, Any]:
     """Returns the requested gradients of a backward pass, differentiable in forward mode."""
-    assert choice.implementation is not None  # the caller has looked
+    assert choice.implementation is not None  # the caller has checked
     if choice.implementation.platform == "xla":
         return _derivable_gradients(plan, choice, pullback)
     return _kernel_gradients(plan, choice, pullback)
@@ -233,7 +233,7 @@ def _kernel_gradients(plan: Any, choice: Any, pullback: Pullback) -> dict[str, A
 def _kernel_gradients_jvp(
     plan: Any, choice: Any, primals: tuple[Pullback], tangents: tuple[Pullback]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Takes the tangents from XLA's backward pass, which needs none of a kernel's private residuals."""
+    """Computes tangents by XLA's backward pass, which does not need a kernel's private residuals."""
     (pullback,), (moved,) = primals, tangents
     xla = _xla_choice(plan, pullback.record, "backward", pullback.grad_fields)
     if xla is None:
@@ -248,7 +248,7 @@ def _split_cotangents(plan: Any, results: ForwardResults, cotangents: Leaves) ->
     """Returns the cotangents of output and lse from those of all floating leaves of output and residuals.
 
     Raises:
-        NotImplementedError: Another residual has a cotangent, as only derivatives of third order have.
+        NotImplementedError: Another residual has a cotangent, which only happens in third derivatives.
     """
     remaining = iter(cotangents)
     tree = (results.output, results.residuals)
@@ -267,7 +267,7 @@ def _split_cotangents(plan: Any, results: ForwardResults, cotangents: Leaves) ->
 
 
 def _paired_config(plan: Any, record: Any, fields: frozenset[str]) -> Any:
-    """Returns the configuration that both passes of a paired implementation share; None of others."""
+    """Returns the configuration that both passes of a paired implementation share; None if it is not paired."""
     choice, _ = plan.choose_both_passes(record, fields)
     if choice.implementation is None or not choice.implementation.paired:
         return None

@@ -1,4 +1,4 @@
-"""A record of shapes in which the sizes that depend on the batch are fixed, for rules that have to ignore them."""
+"""A record of shapes in which sizes that depend on the batch are fixed, for rules that must not depend on them."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,9 +10,9 @@ from ejkernel.types.arguments import array_fields
 
 
 def with_fixed_sizes(record: Any, axes: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
-    """Returns a record of shapes, with some axes of a fixed size; an axis of size 1 that broadcasts keeps it.
+    """Returns a record of shapes in which the axes in `sizes` have the given sizes; axes that broadcast keep size 1.
 
-    A configuration rule that is given this record cannot depend on the batch.
+    A configuration rule that is called with this record cannot depend on the batch.
 
     Args:
         record: The family record.
@@ -32,5 +32,5 @@ def with_fixed_sizes(record: Any, axes: Mapping[str, Any], sizes: Mapping[str, i
 
 
 def _broadcasts(name: str, record: Any) -> bool:
-    """Returns whether an array may have axes of size 1 for any size: those that are optional."""
+    """Returns whether axes of size 1 of an array may broadcast, as those of optional arrays do."""
     return next(field for field in dataclasses.fields(record) if field.name == name).default is not dataclasses.MISSING

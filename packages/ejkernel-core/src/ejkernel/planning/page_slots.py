@@ -25,7 +25,7 @@ def slots_of_tokens(token: jax.Array, request: jax.Array, block_tables: jax.Arra
 
 
 def rows_of_pages(pages: jax.Array, block_tables: jax.Array) -> jax.Array:
-    """Returns the slots of each request's pages in the order of its table, 0 in those of entries that are no page.
+    """Returns the slots of each request's pages in the order of its table, with 0 for entries that are no page.
 
     Args:
         pages: [P, S, ...].
@@ -44,6 +44,6 @@ def rows_of_pages(pages: jax.Array, block_tables: jax.Array) -> jax.Array:
 
 
 def has_page(block_tables: jax.Array, count: int) -> jax.Array:
-    """Returns which entries of tables are one of `count` pages, bool in the shape of the tables."""
+    """Returns which entries of block tables are valid indices of `count` pages, bool in the shape of the tables."""
     table = clamp_to_int32(block_tables)
     return (table >= 0) & (table < count)

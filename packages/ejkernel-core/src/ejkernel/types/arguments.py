@@ -31,7 +31,7 @@ def array(axes: str, *, gradient: bool = False, default: Any = dataclasses.MISSI
 
 
 def arrays_of_function(*, gradient: bool = False, default: Any = dataclasses.MISSING) -> Any:
-    """Declares a field of a family's record that is a function with arrays in it, all of which every shard needs.
+    """Declares a field of a family's record that is a function with captured arrays, which every shard has whole.
 
     Args:
         gradient: Whether its floating arrays have a gradient.

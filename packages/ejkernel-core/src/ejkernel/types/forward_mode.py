@@ -1,4 +1,4 @@
-"""The policy that gives calls derivatives in forward mode."""
+"""The policy that makes calls differentiable in forward mode."""
 
 import contextlib
 import functools
@@ -13,11 +13,11 @@ _enabled_context: Any = jax.make_user_context(False)
 
 @contextlib.contextmanager
 def forward_mode() -> Generator[None]:
-    """Lets `jax.jvp` and `jax.linearize` go through the calls traced inside of the block.
+    """Makes the calls that are traced in the block differentiable by `jax.jvp` and `jax.linearize`.
 
-    Tangents are computed in one pass with the output, by XLA, in the memory of a forward pass; `explain` says by which
-    function. `jax.grad` in the block still takes the chosen backward pass. `jax.hessian`, and Hessian-vector products
-    in any order of the modes that has at most one reverse, follow by composition.
+    XLA computes tangents and output in one pass, in the memory of a forward pass; `explain` says by which function.
+    `jax.grad` in the block still runs the chosen backward pass. `jax.hessian` and Hessian-vector products work too, in
+    every composition of modes with at most one reverse mode.
 
     Example:
         ```python
@@ -36,13 +36,13 @@ def forward_mode() -> Generator[None]:
 
 
 def is_forward_mode_enabled() -> bool:
-    """Returns whether a `forward_mode` block is around."""
+    """Returns whether a `forward_mode` block is active."""
     return _enabled_context.value
 
 
 def reverse_rule(rule: Any) -> Any:
-    """Returns a function with a `jax.custom_vjp`, which forward mode cannot go through, so that in a `forward_mode`
-    block it is its plain function.
+    """Returns a function with a `jax.custom_vjp` that is the plain function in a `forward_mode` block, since JAX cannot
+    differentiate a `jax.custom_vjp` in forward mode.
 
     Args:
         rule: The function, as `jax.custom_vjp` returns it. Its `defvjp` is the result's.

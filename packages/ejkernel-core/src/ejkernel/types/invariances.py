@@ -1,4 +1,4 @@
-"""Names what the bits of a row may depend on, in a call that serves several rows, and says what each name means."""
+"""The names of what the bits of a row may depend on in a call with several rows, and their meanings."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -17,5 +17,5 @@ INVARIANCES: Mapping[str, str] = MappingProxyType(
 
 
 def depends_on_batch(record: Any) -> frozenset[str]:
-    """Returns what the rows of a record may depend on, of a family that says nothing else: the batch."""
+    """Returns what the rows of a record may depend on by default: the batch."""
     return frozenset({"batch"})

@@ -1,9 +1,8 @@
-"""Functions of a query and a key that a caller writes: `score_mod` changes a score, `mask_mod` says who attends.
+"""Functions of a query and a key that a caller writes: `score_mod` changes a score, `mask_mod` says which pairs attend.
 
-A caller's function has scalars as arguments, and reads arrays by closing over them. `PairFunction` is that function as
-a value that JAX can see through: the arrays that it closes over are leaves of a pytree, so that `jit`, `vmap`, `grad`
-and `shard_map` treat them as they treat a query, and the rest is a program that is compared by what it computes, so
-that two equal functions are compiled once.
+A caller's function takes scalars, and reads arrays by closing over them. `PairFunction` is that function as a pytree:
+the arrays that it closes over are the leaves, so that `jit`, `vmap`, `grad` and `shard_map` handle them like any other
+argument. The rest is a program that is compared by what it computes, so that two equal functions are compiled once.
 
 The argument names and meanings are those of `torch.nn.attention.flex_attention`.
 """
@@ -64,7 +63,8 @@ class PairProgram:
 
     @functools.cached_property
     def takes_wider_arrays(self) -> bool:
-        """Returns whether it can compute with captured arrays of 16 bits in float32, as for sums of their gradients.
+        """Returns whether it can be evaluated with its captured 16-bit arrays in float32, so that their gradients are
+        summed in float32.
 
         Most functions read an entry and add it to the score. One that multiplies entries with each other cannot.
         """
@@ -78,7 +78,7 @@ class PairProgram:
         ]
         try:
             jax.eval_shape(lambda *values: _evaluate(self.jaxpr, list(values)), *shapes)
-        except (TypeError, ValueError):  # an operation of two dtypes
+        except (TypeError, ValueError):  # an operation with operands of two dtypes
             return False
         return True
 
@@ -119,8 +119,8 @@ class PairFunction:
     def of_pairs(self, *arrays: jax.Array) -> jax.Array:
         """Returns the results for arrays of one rank, whose axes of size 1 broadcast.
 
-        An argument that broadcasts along an axis is computed with once for that axis: masks that do not depend on the
-        head are computed for one head.
+        What depends only on arguments of size 1 along an axis is computed once for that axis: a mask that does not
+        depend on the head is computed for one head.
         """
         return _call_elementwise(self, arrays)
 
@@ -167,7 +167,8 @@ def mask_function(name: str, function: Any) -> PairFunction | None:
 
 
 _traced_functions: weakref.WeakKeyDictionary[Any, dict[Hashable, PairFunction]] = weakref.WeakKeyDictionary()
-"""Functions that close over no tracer; as for `jax.jit`, what a function closes over is not to change."""
+"""Traced functions that close over no tracer. As with `jax.jit`, the values that a function closes over must not
+change."""
 
 
 def _traced(name: str, function: Any, parameters: tuple[str, ...], score: Any = None) -> PairFunction:
@@ -206,7 +207,7 @@ def _check_parameters(name: str, function: Any, parameters: tuple[str, ...]) -> 
 
 
 def _as_dtype_of(variable: Any, x: Any) -> Any:
-    """Returns an argument in the dtype with which the function was traced."""
+    """Returns an argument in the dtype that the function was traced with."""
     dtype = variable.aval.dtype
     return jnp.asarray(x).astype(dtype) if jnp.issubdtype(dtype, jnp.number) else x
 
@@ -220,7 +221,7 @@ def _is_wider(x: Any, variable: Any) -> bool:
 
 
 def _has_inner_functions(jaxpr: Jaxpr) -> bool:
-    """Returns whether an operation has a function in it whose dtypes are fixed; those of `jit` are inlined."""
+    """Returns whether an operation of a jaxpr has an inner jaxpr of fixed dtypes; those of `jit` are inlined."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "jit":
             if _has_inner_functions(eqn.params["jaxpr"].jaxpr):
@@ -233,8 +234,8 @@ def _has_inner_functions(jaxpr: Jaxpr) -> bool:
 def _evaluate(jaxpr: Jaxpr, values: list[Any]) -> list[Any]:
     """Returns the results of a jaxpr, given its constants and inputs.
 
-    Operations run under the current mesh: JAX's own evaluation goes back to that of the trace, which is explicit where
-    the call is sharded by the types of its arrays, while the kernel runs under `shard_map`.
+    Operations run under the current mesh. JAX's own evaluation would use the mesh of the trace instead, whose axes are
+    explicit if the call is sharded by the types of its arrays, while the kernel runs under `shard_map`.
     """
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), values, strict=True))
 
@@ -266,7 +267,7 @@ def _call_elementwise(function: Callable[..., jax.Array], arrays: tuple[jax.Arra
 
 
 def _jaxpr_key(jaxpr: Jaxpr) -> Hashable:
-    """Returns a key of what a jaxpr computes, in which variables are numbered in the order of their first use."""
+    """Returns a key that is equal for jaxprs that compute the same; variables are numbered in order of first use."""
     numbers: dict[Any, int] = {}
 
     def place(x: Any) -> Hashable:
@@ -301,7 +302,7 @@ class _SameObject:
 
 
 def _value_key(value: Any) -> Hashable:
-    """Returns a key of a parameter of an operation; values that cannot be compared are equal to themselves alone."""
+    """Returns a key of a parameter of an operation; a value that cannot be compared is equal only to itself."""
     if isinstance(value, ClosedJaxpr):
         return _jaxpr_key(value.jaxpr), tuple(map(_SameObject, value.consts))
     if isinstance(value, Jaxpr):

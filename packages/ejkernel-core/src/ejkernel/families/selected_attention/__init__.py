@@ -61,8 +61,8 @@ def apply_shard_offsets(record: SelectedAttention, offsets: Mapping[str, jax.Arr
 
 
 def requests(record: SelectedAttention) -> tuple[dict[str, Any], ...]:
-    """Returns the owners of a record's entries: the segments of rows, those of compressed keys among
-    them, or the rows. Of pages, the rows whose tables have them.
+    """Returns the request that each entry of a record belongs to: its segment, also for compressed keys, or its row;
+    for a page, the row whose table lists it.
     """
     if record.block_tables is not None:
         return (_page_owners(record),)
@@ -89,7 +89,7 @@ def _page_owners(record: SelectedAttention) -> dict[str, Any]:
 
 
 def axes(record: SelectedAttention) -> Mapping[str, Any]:
-    """Returns axis letters of a record's fields and of its output. Pages are not those of a batch row."""
+    """Returns axis letters of a record's fields and of its output. The axis of pages is not the batch axis."""
     row = "b" if record.block_tables is None else "p"
     return AXES | {"key": f"{row} s g d", "value": f"{row} s g v"}
 
@@ -110,7 +110,7 @@ AXES = {
     "block_tables": "b n",
     "output": "b t h v",
 }
-"""Axis letters of all fields but those that may be pages."""
+"""Axis letters of all fields, except key and value, which may be pages."""
 
 FAMILY = Family(
     name="selected_attention",

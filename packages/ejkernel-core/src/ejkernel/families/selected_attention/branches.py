@@ -110,11 +110,11 @@ def sum_branch_gradients(
     record: SelectedAttention,
     differentiate: Callable[[str, BranchResiduals, jax.Array], Gradients],
 ) -> Gradients:
-    """Returns gradients of the requested fields: those of gates, and the sums of those of the branches.
+    """Returns gradients of the requested fields: of the gates, and of the arrays, summed over the branches.
 
     Args:
         pullback: Residuals, the output's cotangent, and the requested names.
-        record: Its record, with zeros in the padding of queries and gates.
+        record: The record of `pullback`, with zeros in the padding of queries and gates.
         differentiate: (name of a branch, its residuals, its own cotangent) -> gradients of its arrays.
     """
     grad_fields = pullback.grad_fields

@@ -10,7 +10,7 @@ from ejkernel.families.tiled_attention.isolation import FIELDS, finite_or_zero, 
 
 def isolate_selected(record: Any) -> Any:
     """Returns a record of selected attention whose values are finite, those of compressed blocks too;
-    keys are marked. Of pages, a query reads those of its own row alone, so they stay as they are.
+    keys are marked. Pages are unchanged, since a query reads only those of its row.
     """
     if not _has_padding(record):
         return record
@@ -55,6 +55,6 @@ def isolate_selected_pullback(pullback: Any) -> Any:
 
 
 def _has_padding(record: Any) -> bool:
-    """Returns whether a record has ids of queries and of what they attend to."""
+    """Returns whether a record has segment ids of queries and of the keys that they attend to."""
     has_key_ids = record.kv_segment_ids is not None or record.block_tables is not None
     return record.q_segment_ids is not None and has_key_ids

@@ -43,7 +43,7 @@ class SelectedAttention:
         g_swa: [B, T, H] floating, gate of the window.
         window_size: Keys of the window; None leaves that branch out.
         block_tables: [B, N] int, the pages of each row's keys, key s in page `s // S`. No query attends to keys of an
-            entry that is no page. Compressed keys are rows also with it.
+            entry that is no page. Compressed keys are not in pages.
     """
 
     query: jax.Array
@@ -102,7 +102,7 @@ GATE_FIELD_BY_BRANCH = {"selected": "g_slc", "compressed": "g_cmp", "window": "g
 
 
 def num_keys(record: SelectedAttention) -> int:
-    """Returns the keys of a row, those of absent pages among them."""
+    """Returns the number of keys of a row, including those of absent pages."""
     size = record.key.shape[1]
     return size if record.block_tables is None else record.block_tables.shape[1] * size
 
@@ -197,7 +197,7 @@ def as_tiled_attention(record: SelectedAttention, **fields: Any) -> TiledAttenti
 
 
 def with_keys_in_rows(record: SelectedAttention) -> SelectedAttention:
-    """Returns the same call over a copy of the keys of its pages."""
+    """Returns the record with its pages copied to rows of keys."""
     if record.block_tables is None:
         return record
     pages, size = record.key.shape[:2]

@@ -1,10 +1,10 @@
-"""The selected branch and the window as attention to lists of tokens, which copies the listed keys and no others.
+"""The selected branch and the window as attention to lists of tokens, which copies only the listed keys.
 
     block_indices [B, T, Hk, N]  -->  tokens [B, T, Hk, N n]   n keys per block, up to the query's own
     positions [B, T]             -->  tokens [B, T, 1, W]      the newest W
-                                      rows of keys: b S + token; pages: table[token // S] S + token % S
+    token -> index of its key        without pages: b S + token; with pages: table[token // S] S + token % S
 
-All rows and pages become one row of keys, as their arrays lie in memory, with the queries of all rows.
+The arrays of all rows or pages are reshaped, without a copy, to one row of keys, and all queries to one row of queries.
 """
 
 import dataclasses
@@ -59,8 +59,8 @@ def forward(
 
     Args:
         record: The canonical arguments.
-        list_kernel: What attends in the selected branch and in the window.
-        dense_kernel: What attends in the compressed branch.
+        list_kernel: The kernel of the selected branch and of the window.
+        dense_kernel: The kernel of the compressed branch.
 
     Returns:
         [B, T, H, Dv] in the query's dtype, and the residuals for the backward pass.
@@ -88,8 +88,8 @@ def backward(pullback: Pullback, list_kernel: TokenListKernel, dense_kernel: Den
 
     Args:
         pullback: Record, residuals, output and its cotangent, and the requested names.
-        list_kernel: What differentiates the selected branch and the window.
-        dense_kernel: What differentiates the compressed branch.
+        list_kernel: The kernel of the selected branch and of the window.
+        dense_kernel: The kernel of the compressed branch.
 
     Returns:
         Each requested gradient, in its field's shape and dtype.
@@ -118,7 +118,7 @@ def backward(pullback: Pullback, list_kernel: TokenListKernel, dense_kernel: Den
 
 
 def _token_lists(record: SelectedAttention, name: str) -> TokenSparseAttention | None:
-    """Returns the selected branch of a record whose blocks are listed, or its window; None where it has none."""
+    """Returns the selected branch of a record with `block_indices`, or its window branch; None if it has no window."""
     if name == "selected":
         assert record.block_indices is not None  # selected by now
         first = starts(record)[jnp.maximum(record.block_indices, 0)][..., None]
@@ -132,7 +132,7 @@ def _token_lists(record: SelectedAttention, name: str) -> TokenSparseAttention |
 
 
 def _attention_to_tokens(record: SelectedAttention, tokens: jax.Array) -> TokenSparseAttention:
-    """Returns attention to tokens of each row, [B|1, T, Hk|1, K] int32, without those that a query may not read."""
+    """Returns attention to tokens [B|1, T, Hk|1, K] int32 of each row, excluding those that a query may not read."""
     rows, queries = record.query.shape[:2]
     pages = record.key.shape[0], record.key.shape[1]
     row = jnp.arange(rows, dtype=jnp.int32)[:, None, None, None]
@@ -169,7 +169,7 @@ def _join_lse(lse: jax.Array) -> jax.Array:
 
 
 def _split_rows(branch: BranchResiduals, record: SelectedAttention) -> BranchResiduals:
-    """Returns the residuals of the rows, of which `_join_rows` made one."""
+    """Returns the residuals of each row; the inverse of `_join_rows`."""
     rows, queries, heads, _ = record.query.shape
     output = branch.output.reshape(rows, queries, heads, branch.output.shape[3])
     return BranchResiduals(output=output, lse=branch.lse.reshape(heads, rows, queries).swapaxes(0, 1))

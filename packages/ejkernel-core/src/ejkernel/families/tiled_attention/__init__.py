@@ -81,7 +81,7 @@ def requests(record: Any) -> tuple[dict[str, Any], ...]:
 
 
 def invariances(record: TiledAttention) -> frozenset[str]:
-    """Returns what the rows of a record may depend on; on what they are packed with where there are segments."""
+    """Returns what the rows of a record may depend on; `packing` is included only if there are segments."""
     return frozenset({"batch", "padding", "chunking", *(("packing",) if has_segments(record) else ())})
 
 

@@ -40,8 +40,8 @@ class TiledAttention:
         softmax_aux: [H] float32, one sink logit a head.
         dropout_seed: uint32 scalar.
         dropout_origin: [4] int32, global (batch, head, query, key) index of this record's first element, for
-            records that are one shard of a call; None is all zeros. It says which part of `pattern` applies, too, and
-            the functions of pairs are given indices that count from it.
+            records that are one shard of a call; None is all zeros. `pattern`, `score_mod` and `mask_mod` also use
+            indices that count from it.
         dropout_prob: Probability of dropping a weight, in [0, 1).
         causal: Key position at most query position.
         sliding_window: (left, right), inclusive; None on a side leaves it open.

@@ -109,10 +109,10 @@ def flash_attention(
             memory. Positions are indices: not with `mask_info` that gives positions, or with `cum_seqlens_k`.
             Differentiable.
         score_mod: `(score, b, h, q_idx, k_idx) -> score`, a function of scalars that replaces each score after the soft
-            cap. It may close over arrays, traced or not, and their gradients are computed; -inf masks. Indices count
-            rows, query heads and tokens of the whole call, not positions.
-        mask_mod: `(b, h, q_idx, k_idx) -> bool`, True where a pair attends; together with everything else. It may close
-            over arrays. Tiles of pairs that do not attend are skipped.
+            cap. It may close over arrays, traced or not, which are differentiable; -inf masks. The arguments are
+            indices of batch row, query head, query and key in the whole call, not positions.
+        mask_mod: `(b, h, q_idx, k_idx) -> bool`, True where a pair attends; applies together with everything else. It
+            may close over arrays. Tiles without an attending pair are skipped.
         softmax_scale: Factor on the scores; None means `D ** -0.5`.
         dropout_prob: Probability in [0, 1) of dropping a softmax weight; kept ones are scaled by `1 / (1 - p)`.
         causal: Key position at most query position. Positions count from the first token of each side (top-left),
@@ -176,10 +176,10 @@ class FlashAttentionArguments(ArgumentRecord, of=flash_attention):
 
 
 def pair_functions(score_mod: Any, mask_mod: Any, query: Any) -> dict[str, PairFunction | None]:
-    """Returns a caller's functions of pairs with the arrays that they close over as arguments of the call.
+    """Returns the caller's functions of pairs, with the arrays that they close over as arguments of the call.
 
     Raises:
-        ValueError: One has other parameters, or another result.
+        ValueError: A function does not have the documented parameters or result.
     """
     scores = jnp.promote_types(getattr(query, "dtype", jnp.float32), jnp.float32)
     return {

@@ -246,7 +246,7 @@ def lower(args: LightningIndexerArguments) -> family.LightningIndexer:
 
 
 def _packed_key_blocks(args: LightningIndexerArguments) -> PackedKeyBlocks | None:
-    """Returns where the keys of packed sequences lie in blocks; None where blocks are those of the row."""
+    """Returns the layout in blocks of the keys of packed sequences; None if blocks are cut from the row."""
     (batch, queries, _, _), lengths = args.query.shape, _cumulative_lengths(args)
     if args.block_size == 1 or batch > 1 or lengths is None or lengths[0].shape[0] <= 2 or not args.key.shape[1]:
         return None
@@ -261,8 +261,8 @@ def _cumulative_lengths(args: LightningIndexerArguments) -> tuple[jax.Array, jax
 
 
 def _selectable_keys(args: LightningIndexerArguments) -> tuple[jax.Array, jax.Array]:
-    """Returns the first key that each query may select and the key after the last one, [B|1, T] int32, of the keys as
-    the record has them.
+    """Returns the first key that each query may select and the key after the last one, [B|1, T] int32, as indices
+    into the record's keys.
     """
     (batch, queries, _, _), keys, lengths = args.query.shape, args.key.shape[1], _cumulative_lengths(args)
     if args.block_tables is not None:
@@ -292,7 +292,7 @@ def _local_blocks(args: LightningIndexerArguments, ends: jax.Array) -> jax.Array
 
 
 def finish(args: LightningIndexerArguments, result: family.TopKeyIndicesAndScores) -> family.TopKeyIndicesAndScores:
-    """Returns indices and scores with those of the local blocks in front; blocks are numbered in their sequences."""
+    """Returns indices and scores with those of the local blocks first; block indices count from 0 in each sequence."""
     indices, scores = result if not args.local_blocks else _with_local_blocks(args, *result)
     if (layout := _packed_key_blocks(args)) is not None:
         indices = jnp.where(indices >= 0, indices - layout.first_blocks[..., None], -1)

@@ -83,24 +83,24 @@ def native_sparse_attention(
 
     Shape letters: B batch, T queries, S keys, H query heads, Hk KV heads, D head size, V value size, K slots of listed
     blocks, M blocks. Query head h reads KV head `h // (H // Hk)`. The last query of a sequence has the position of its
-    last key (bottom-right), so that the queries may be the newest tokens of a longer context. Blocks are `block_size`
-    keys, cut from the first key of every sequence on. Three branches, each a softmax attention of its own, are added:
+    last key (bottom-right), so that the queries may be the newest tokens of a longer context. Every sequence is cut
+    into blocks of `block_size` keys, from its first key on. The outputs of three softmax attentions are added:
 
     1. *Compressed*, with g_cmp: the means of the keys and values of the blocks that are complete, that is, end no
-       later than the query's position. Nothing before the first of them does.
+       later than the query's position. It is 0 for queries before the end of the first block.
     2. *Selected*, always: the keys of the query's blocks, up to its position. They are `block_indices`, or else the
        `block_counts` blocks with the largest weight in the compressed branch, summed over the query heads of a KV head;
        the query's own block is always taken, blocks after it never, of two that weigh the same the later. Where there
        are too few, the slots stay empty. What is selected has no gradient, as in the paper.
-    3. *Window*, with g_swa: the newest `window_size` keys, that at the query's position among them.
+    3. *Window*, with g_swa: the newest `window_size` keys, up to and including the one at the query's position.
 
     The output is `g_slc * selected + g_cmp * compressed + g_swa * window`. Gates are used as they are given: a model
     passes them through its sigmoid. The paper's fixed first block and its second local block are not forced.
 
-    To decode, keys and values are a cache: row b of the queries has the newest tokens of request b, which has
-    `kv_lens[b]` tokens, those of the queries among them. With `block_tables` the cache is in pages. With
-    `compressed_key` and `compressed_value` the means are a cache as well, and only the listed blocks and the window are
-    read of the other.
+    To decode, pass a cache as key and value: row b of the queries has the newest tokens of request b, which has
+    `kv_lens[b]` tokens, these included. With `block_tables` the cache is in pages. With `compressed_key` and
+    `compressed_value` the means are cached as well, and only the selected blocks and the window are read from key and
+    value.
 
     Over devices, batch, heads and the query's tokens can be split.
 
@@ -110,9 +110,9 @@ def native_sparse_attention(
         value: [B, S, Hk, V], dtype of query, or [P, S, Hk, V].
         g_cmp: [B, T, H] floating. None leaves the compressed branch out; block_indices are needed then.
         g_slc: [B, T, H] floating; None is 1.
-        block_indices: [B, T, Hk, K] int, numbers of blocks in the query's own sequence. They win over a selection, with
-            or without g_cmp. They are a set: a block that is listed twice counts once, and what is no block before
-            the query (-1, say) is an empty slot. A row without any is 0 in this branch.
+        block_indices: [B, T, Hk, K] int, indices of blocks in the query's own sequence. If they are passed, no blocks
+            are selected, with or without g_cmp. They are a set: a block that is listed twice counts once. An entry that
+            is no block up to the query's (-1, say) is an empty slot. A row without any block is 0 in this branch.
         block_counts: How many blocks are selected, or how many of the slots of block_indices count; an int or, with
             block_indices, [B, T, Hk] int, which may be traced.
         cu_seqlens: Cumulative query lengths, int. With B = 1, [N + 1] for N packed sequences that do not see each other
@@ -121,15 +121,15 @@ def native_sparse_attention(
             Sequences may be empty.
         g_swa: [B, T, H] floating. None leaves the window out.
         cu_seqlens_k: The same for keys; None means those of the queries. Only with cu_seqlens.
-        kv_lens: [B] int, tokens of each request, its queries included; None for all that there is room for. Takes the
-            place of cu_seqlens_k.
-        block_tables: [B, N] int, the pages of each request, no page twice. Nothing is read of an entry that is no page,
-            such as -1.
-        compressed_key: [B, M, Hk, D], dtype of query: what stands for the keys of each block in the compressed branch
-            and in the selection, with M the blocks of a row, rounded up. Those of blocks that are not complete are not
-            read. For packed sequences as `mean_pooling` returns them with `block_size` and the lengths of the keys.
-            With `block_tables` [P, S / block_size, Hk, D], those of each page, of whole blocks. None takes means of the
-            keys, which reads all of them. Only with g_cmp and compressed_value.
+        kv_lens: [B] int, tokens of each request, its queries included; None if the cache is full. Replaces
+            cu_seqlens_k.
+        block_tables: [B, N] int, the pages of each request, no page twice. An entry that is no page, such as -1, is not
+            read.
+        compressed_key: [B, M, Hk, D], dtype of query: the key that represents each block in the compressed branch and
+            in the selection, with M the blocks of a row, rounded up. Entries of blocks that are not complete are not
+            read. For packed sequences, in the layout of `mean_pooling` with `block_size` and the lengths of the keys.
+            With `block_tables` [P, S / block_size, Hk, D]: a page has whole blocks. None computes the means of all
+            keys. Only with g_cmp and compressed_value.
         compressed_value: [B, M, Hk, V] or [P, S / block_size, Hk, V], the same for values.
         block_size: Keys per block, any int >= 1. Changes the answer, and so is no part of `cfg`.
         window_size: Keys of the window, any int >= 1.
@@ -176,7 +176,7 @@ class NativeSparseAttentionArguments(ArgumentRecord, of=native_sparse_attention)
 
 
 def _cumulative_length_arguments(args: NativeSparseAttentionArguments) -> Iterable[tuple[str, Any]]:
-    """Yields the names of the cumulative lengths of a call, with the arrays whose tokens they count."""
+    """Yields the names of a call's cumulative lengths, each with the array whose tokens it counts."""
     if have_ranks(args, query=4, key=4):
         pairs = (("cu_seqlens", args.query), ("cu_seqlens_k", args.key))
         yield from ((name, array) for name, array in pairs if getattr(args, name) is not None)
@@ -254,18 +254,18 @@ def lower(args: NativeSparseAttentionArguments) -> SelectedAttention:
 
 
 def _rows_are_requests(args: NativeSparseAttentionArguments) -> bool:
-    """Returns whether row b has queries of request b, also where there is one row."""
+    """Returns whether row b has the queries of request b, so that a single row is not packed."""
     return args.kv_lens is not None or args.block_tables is not None
 
 
 def _num_keys(args: NativeSparseAttentionArguments) -> Any:
-    """Returns the keys of a row, those of absent pages among them."""
+    """Returns the number of keys of a row, including those of absent pages."""
     size = args.key.shape[1]
     return size if args.block_tables is None else args.block_tables.shape[1] * size
 
 
 def _cumulative_lengths(args: NativeSparseAttentionArguments) -> tuple[jax.Array, jax.Array] | None:
-    """Returns the cumulative lengths of queries and keys; None where all of a row is one sequence."""
+    """Returns the cumulative lengths of queries and keys; None if every row is one sequence without padding."""
     if not _rows_are_requests(args):
         if args.cu_seqlens is None:
             return None
@@ -277,15 +277,15 @@ def _cumulative_lengths(args: NativeSparseAttentionArguments) -> tuple[jax.Array
 
 
 def _block_size(args: NativeSparseAttentionArguments, keys: Any) -> int:
-    """Returns keys per block; one that is longer than the row is cut to a length that no query is at the end of
-    either.
+    """Returns the keys per block. A block longer than the row is shortened, but stays longer than the row, so that no
+    query completes it.
     """
     longest = max(MIN_BLOCK_SIZE, 1 << keys.bit_length()) if isinstance(keys, int) else NO_LIMIT
     return min(args.block_size, longest)
 
 
 def _without_absent_pages(args: NativeSparseAttentionArguments, blocks: KeyBlocks) -> KeyBlocks:
-    """Returns the blocks, with the keys of entries of tables that are no page as padding."""
+    """Returns the blocks, with the keys of absent pages marked as padding."""
     if args.block_tables is None or blocks.ids is None:
         return blocks
     pages, size = args.key.shape[:2]
@@ -294,14 +294,14 @@ def _without_absent_pages(args: NativeSparseAttentionArguments, blocks: KeyBlock
 
 
 def _compressed(args: NativeSparseAttentionArguments, blocks: KeyBlocks) -> tuple[jax.Array, jax.Array]:
-    """Returns what stands for the keys and the values of each block, [B, M, Hk, n] each."""
+    """Returns the compressed key and value of each block, [B, M, Hk, n] each."""
     tables, given = args.block_tables, (args.compressed_key, args.compressed_value)
     key, value = (args.key, args.value) if given[0] is None else given
     if tables is not None:
         key, value = rows_of_pages(key, tables), rows_of_pages(value, tables)
     if given[0] is None:
         return block_means(blocks, key), block_means(blocks, value)
-    if blocks.ids is None:  # nothing says that the last block is not complete, and it may hold anything
+    if blocks.ids is None:  # no ids mark the last block as incomplete, and it may hold anything
         complete = (jnp.arange(key.shape[1]) < args.key.shape[1] // blocks.size)[:, None, None]
         key, value = jnp.where(complete, key, 0), jnp.where(complete, value, 0)
     return key, value

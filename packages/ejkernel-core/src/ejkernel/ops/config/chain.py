@@ -320,9 +320,9 @@ class ConfigSelectorChain:
 
 
 def _select_for_any_batch(request: Request, trail: list[str]) -> Selection:
-    """Returns the configuration of a call in a `batch_invariant` block that neither `cfg=` nor an overlay has one for.
+    """Returns the configuration of a call in a `batch_invariant` block for which neither `cfg=` nor an overlay has one.
 
-    Measurements and predictions are of the sizes of one batch, so none is asked for, whatever the policy.
+    Measurements and predictions depend on the sizes of one batch, so they are not used, whatever the policy.
     """
     steps = ("heuristics: the implementation's rule for batch_invariant blocks; measurements are of one batch",)
     return Selection(request.heuristic(), "heuristics", (*trail, *steps))

@@ -25,7 +25,8 @@ class Request:
         device: Where it will run.
         record: The lowered record (only shapes and structure are read).
         override: The call's own configuration, or None.
-        batch_invariant: Whether the answer must be one for all batches: `cfg=`, an overlay by name, or a fixed rule.
+        batch_invariant: Whether the configuration must be the same for all batches: from `cfg=`, an overlay by the
+            operation's name, or a fixed rule.
     """
 
     op: Op

@@ -21,7 +21,7 @@ from ejkernel.ops.model import Case
 @dataclasses.dataclass(frozen=True)
 class NativeSparseSizes:
     """Shape of a call: batch, queries, query heads, KV heads, head size, value size, tokens per block; which gates;
-    keys, where they are not as many as queries.
+    and the number of keys, if it differs from that of queries.
     """
 
     b: int = 1
@@ -59,7 +59,7 @@ def _packed_sequence_arguments(key: jax.Array, z: NativeSparseSizes) -> dict[str
 
 
 def _longer_context_arguments(key: jax.Array) -> dict[str, Any]:
-    """Returns packed sequences with more keys than queries, none of either, and fewer keys."""
+    """Returns packed sequences with more keys than queries, with no queries, and with fewer keys than queries."""
     return {
         "cu_seqlens": jnp.array([0, 9, 9, 15, 20], jnp.int32),
         "cu_seqlens_k": jnp.array([0, 21, 24, 40, 43], jnp.int32),
@@ -69,7 +69,7 @@ def _longer_context_arguments(key: jax.Array) -> dict[str, Any]:
 
 
 def _decode_arguments(key: jax.Array, z: NativeSparseSizes) -> dict[str, Any]:
-    """Returns a cache of two requests, with what stands for its blocks."""
+    """Returns the lengths of two requests in a cache, with compressed keys and values."""
     one, other = jax.random.split(key)
     blocks = (z.b, cdiv(z.s or z.t, z.block_size), z.g)
     return {
@@ -82,7 +82,7 @@ def _decode_arguments(key: jax.Array, z: NativeSparseSizes) -> dict[str, Any]:
 
 
 def _paged_arguments(key: jax.Array, z: NativeSparseSizes) -> dict[str, Any]:
-    """Returns a cache of pages of two requests, of which one lacks a page."""
+    """Returns a paged cache of two requests, one of which lacks a page."""
     keys = jax.random.split(key, 4)
     shapes = {"key": (16, z.g, z.d), "value": (16, z.g, z.v)}
     shapes |= {"compressed_key": (2, z.g, z.d), "compressed_value": (2, z.g, z.v)}

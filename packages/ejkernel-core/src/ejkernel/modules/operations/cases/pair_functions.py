@@ -9,10 +9,10 @@ from ejkernel.modules.operations.cases.tables import Row
 
 
 def rows_with_functions(cross: Any, square: Any) -> tuple[Row[Any], ...]:
-    """Returns rows of the case table of `flash_attention`: with functions that read arrays, and without.
+    """Returns rows of the case table of `flash_attention`, with functions that read arrays and functions that do not.
 
     Args:
-        cross: Sizes of a call with 4 heads and other numbers of queries and keys.
+        cross: Sizes of a call with 4 heads and different numbers of queries and keys.
         square: Sizes of a longer call.
     """
     return (
@@ -44,7 +44,7 @@ def _score_function_of_distances(key: jax.Array, heads: int) -> dict[str, Any]:
 
 
 def _mask_of_documents(key: jax.Array, sizes: Any) -> dict[str, Any]:
-    """Returns a mask function of documents, which differ by row; some queries have none."""
+    """Returns a mask function of documents, which differ by batch row; some queries are in no document."""
     documents = jnp.cumsum(jax.random.bernoulli(key, 0.1, (sizes.b, max(sizes.t, sizes.s))), axis=1)
     return {"mask_mod": lambda b, h, q_idx, k_idx: (documents[b, q_idx] == documents[b, k_idx]) & (q_idx != 3)}
 

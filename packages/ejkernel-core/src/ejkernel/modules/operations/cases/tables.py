@@ -74,7 +74,9 @@ def even_cu_seqlens(total: int, shape: Any) -> jax.Array:
 
 
 def fill_function(key: jax.Array, function: PairFunction) -> PairFunction:
-    """Returns a function of pairs with arrays of the given shapes: normal floats, and zeros, the first of any index."""
+    """Returns a function of pairs with arrays of the given shapes: normal floats, and integers that are all 0, which
+    is a valid index.
+    """
 
     def leaf(key: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
         is_floating = jnp.issubdtype(shape.dtype, jnp.floating)

@@ -58,9 +58,9 @@ class SequencesOfQueries(NamedTuple):
     """The sequence of every query. B rows, T queries.
 
     Attributes:
-        ids: [B, T] int32, that sequence; -1 for padding.
-        positions: [B, T] int32, the query's position among the keys of its sequence: that of the last key for the last
-            query. Below 0 where there are more queries than keys.
+        ids: [B, T] int32, index of the sequence; -1 for padding.
+        positions: [B, T] int32, the query's position among the keys of its sequence; the last query has that of the
+            last key. Below 0 for the first queries of a sequence with more queries than keys.
         first_keys: int32 that broadcasts to [B, T], the first key of the sequence.
         num_keys: int32 that broadcasts to [B, T], how many keys it has.
     """

@@ -20,7 +20,7 @@ from ejkernel.modules.operations.shared.shapes import (
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class StaticBlockCount:
-    """A number of blocks that is part of a call's structure, since shapes follow from it."""
+    """A number of blocks that is static, since array shapes depend on it."""
 
     count: int
 
@@ -81,7 +81,7 @@ def check_sequence_lengths(args: Any, sizes: dict[str, int]) -> None:
 
 
 def check_compressed_blocks(args: Any, sizes: dict[str, int]) -> None:
-    """Checks what the caller gives for the keys and values of each block; lengths are right.
+    """Checks `compressed_key` and `compressed_value`, after `check_sequence_lengths`.
 
     Raises:
         ValueError: They are wrong on every backend.
@@ -108,7 +108,7 @@ def check_compressed_blocks(args: Any, sizes: dict[str, int]) -> None:
 
 
 def _num_blocks(args: Any, sizes: dict[str, int]) -> int:
-    """Returns the blocks of a row or a page; those that packed sequences have room for at most."""
+    """Returns the number of blocks of a row or a page; for packed sequences, the largest number possible."""
     keys, size = sizes["S"], args.block_size
     if sizes["B"] > 1 or args.cu_seqlens is None or args.kv_lens is not None or args.block_tables is not None:
         return cdiv(keys, size)

@@ -1,4 +1,4 @@
-"""Blocks of native sparse attention: where they and the queries lie, their means, and which of them a caller lists."""
+"""Blocks of native sparse attention: the positions of blocks and queries, block means, and the caller's block lists."""
 
 from typing import NamedTuple
 
@@ -35,7 +35,7 @@ def make_key_blocks(shape: tuple[int, int], size: int, cu_seqlens: jax.Array | N
         size: Keys per block.
         cu_seqlens: Cumulative lengths of keys: [N + 1] of sequences packed in one row, or [B + 1] of rows that each
             hold one sequence and padding; None where every row is one sequence.
-        is_packed: Which of the two they are.
+        is_packed: Whether the sequences are packed in one row.
     """
     _, keys = shape
     if cu_seqlens is None:
@@ -89,7 +89,7 @@ def place_queries(
 
 
 def block_means(blocks: KeyBlocks, x: jax.Array) -> jax.Array:
-    """Returns the mean of every block over the keys it has: [B, S, Hk, n] -> [B, M, Hk, n] in the same dtype."""
+    """Returns the mean over the keys of every block: [B, S, Hk, n] -> [B, M, Hk, n] in the same dtype."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     if blocks.ids is not None:
         x = jnp.where((blocks.ids >= 0)[..., None, None], x, 0)
@@ -125,7 +125,7 @@ def complete_block_ids(blocks: KeyBlocks) -> jax.Array | None:
 
 
 def _ids_by_block(blocks: KeyBlocks) -> jax.Array:
-    """Returns the sequences of the keys of every block of rows that are sequences, [B, M, size]."""
+    """Returns the ids of the keys of every block, [B, M, size], for rows that are not packed."""
     assert blocks.ids is not None  # the callers have ids
     rows, keys = blocks.ids.shape
     count = cdiv(keys, blocks.size)
@@ -134,11 +134,11 @@ def _ids_by_block(blocks: KeyBlocks) -> jax.Array:
 
 
 def row_block_indices(places: QueryPlaces, indices: jax.Array, counts: int | jax.Array) -> jax.Array:
-    """Returns the caller's blocks, numbered through the row, each once; -1 for those that a query cannot read.
+    """Returns the caller's blocks as indices into the row's blocks, each once; -1 for those that a query cannot read.
 
     Args:
         places: Where the queries lie.
-        indices: [B, T, Hk, K] int, blocks of each query's own sequence; anything that is none of them is no block.
+        indices: [B, T, Hk, K] int, blocks of each query's own sequence; any other value is an empty slot.
         counts: How many slots count, for all or as [B, T, Hk].
     """
     slots = jnp.arange(indices.shape[3], dtype=jnp.int32)

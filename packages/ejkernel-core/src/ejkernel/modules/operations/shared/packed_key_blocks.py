@@ -1,7 +1,7 @@
 """Keys of packed sequences laid out so that every sequence starts at a block: blocks are then those of one row.
 
 keys    | a a a a a | b b b | c c c c |
-blocks  | a a a a | a . . . | b b b . | c c c c |     of 4 keys, with nothing where a sequence has no more
+blocks  | a a a a | a . . . | b b b . | c c c c |     of 4 keys, padded after the end of each sequence
 """
 
 from typing import NamedTuple
@@ -19,9 +19,9 @@ class PackedKeyBlocks(NamedTuple):
     """The layout of a row of packed keys. M blocks of n keys, T queries.
 
     Attributes:
-        keys: [M * n] int32, the key at each place; -1 for none.
+        keys: [M * n] int32, the index in the row of each key; -1 for padding.
         first_blocks: [1, T] int32, the first block of each query's sequence.
-        offsets: [1, T] int32, how much later the keys of each query's sequence are than in the row.
+        offsets: [1, T] int32, index of a key in the layout minus its index in the row, for each query's sequence.
     """
 
     keys: jax.Array
@@ -36,7 +36,7 @@ class PackedKeyBlocks(NamedTuple):
 def lay_out_packed_keys(
     size: int, sizes: tuple[int, int, int], cum_seqlens: tuple[jax.Array, jax.Array]
 ) -> PackedKeyBlocks:
-    """Returns where the keys of packed sequences are, in blocks of `size` from each sequence's first key on.
+    """Returns the layout of packed keys in blocks of `size`, which start at each sequence's first key.
 
     Args:
         size: Keys per block.
