@@ -15,7 +15,7 @@ has a chunk. Its shapes never change, so nothing is compiled again while request
 
 With --share, what all requests begin with is computed once and lies in pages that all tables begin with. With --draft,
 a sequence that decodes has two guesses of its next token as well, both children of the newest one: a tree, which the
-step checks at once. With --invariant, all runs in a `batch_invariant` block: each logit has the same bits
+step checks at once. With --invariant, everything runs in a `batch_invariant` block: each logit has the same bits
 in any batch, after preemption, with pages of another size, and alone.
 """
 
@@ -113,8 +113,8 @@ MODELS = {
 def product(model: Model, x: jax.Array, weights: jax.Array, transpose: bool = False) -> jax.Array:
     """Rows x [T, n] times a matrix [n, m], or [m, n] to transpose, in float32.
 
-    XLA multiplies one row in another way than many, and on a GPU each number of rows in its own way. A grouped product
-    with one group does not in a `batch_invariant` block.
+    XLA's product with one row differs in bits from one with many, and on a GPU every number of rows may differ. A
+    grouped matmul with one group, in a `batch_invariant` block, does not.
     """
     if not model.invariant:
         return jnp.dot(x, weights.T if transpose else weights, preferred_element_type=jnp.float32)

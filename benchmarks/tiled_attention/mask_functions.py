@@ -1,4 +1,4 @@
-"""Flash attention with masks written as `mask_mod`, against the arguments that say the same mask.
+"""Flash attention with masks written as `mask_mod`, compared with the equivalent arguments.
 
     python benchmarks/tiled_attention/mask_functions.py  # on a CPU 2048 and 4096 tokens in float32
     python benchmarks/tiled_attention/mask_functions.py --quick  # 512 tokens

@@ -49,8 +49,8 @@ def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
 def state_gradients(
     record: LinearRecurrence, cotangent: jax.Array, final_cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the gradients of values [B, T, H, V], with the delta rule without their factor beta, of the states after
-    the chunks [B, H, chunks, V, K], and of the initial states [B, H, K, V].
+    """Returns the gradients of values [B, T, H, V], of the states after the chunks [B, H, chunks, V, K], and of the
+    initial states [B, H, K, V]. With the delta rule, the first are not yet multiplied by beta.
     """
     (rows, tokens, heads, columns), keys, dtype = cotangent.shape, record.query.shape[3], cotangent.dtype
     call = jax.ffi.ffi_call(

@@ -35,7 +35,7 @@ class PreparedChunks(NamedTuple):
     Attributes:
         decayed_query: [B, T, H, K], queries times the gates from their chunk's first token up to their own.
         key_to_end: [B, T, H, K], keys times the gates after their own token up to the chunk's last one.
-        decayed_key: [B, T, H, K], keys times what queries are multiplied with; empty without the delta rule.
+        decayed_key: [B, T, H, K], keys times the same gates as the queries; empty without the delta rule.
         scores: [B, H, chunks, 64, 64], the decayed products of queries and keys of a chunk.
         inverse: [B, H, chunks, 64, 64], the inverse of the delta rule's system; empty without it.
         decay: [B, H, chunks, K] in float32, the product of a chunk's gates.

@@ -56,8 +56,8 @@ def shares_queries_and_keys(record: LinearRecurrence) -> bool:
 
 
 def num_head_slices(record: LinearRecurrence) -> int:
-    """Returns into how many slices the heads of a group are split, each of which a block computes: as many as make
-    the last block end first, if a head takes one unit of time and what a block does once another one.
+    """Returns the number of slices that the heads of a group are split into, each computed by one block: the number for
+    which the last block ends earliest, if a head and a block's constant work take one unit of time each.
     """
     (rows, tokens, groups), heads = record.query.shape[:3], num_state_heads(record)
     blocks, group = rows * cdiv(tokens, CHUNK) * groups, heads // groups

@@ -152,7 +152,7 @@ FIXED_ROWS_PER_GROUP = 64
 
 
 def batch_invariant(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> GroupedForward:
-    """Returns tile sizes for all calls in a `batch_invariant` block: a row's sum has the same steps in all of them."""
+    """Returns tile sizes for all calls in a `batch_invariant` block, so that a row is summed in the same steps."""
     rows = FIXED_ROWS_PER_GROUP * record.group_sizes.shape[0]
     return heuristic(with_fixed_sizes(record, FAMILY.axes_of(record), {"m": rows}), device, direction)
 

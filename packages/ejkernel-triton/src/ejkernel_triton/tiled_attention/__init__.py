@@ -45,7 +45,7 @@ def batch_invariant(
 ) -> config.TritonForward | config.TritonBackward:
     """Returns the configuration for all calls in a `batch_invariant` block: that of a long call with positions.
 
-    A chunk of a prompt has positions, which take registers, and has to have the tiles of the whole prompt.
+    A chunk of a prompt has positions, which take registers, and must use the same tiles as the whole prompt.
     """
     positions = jax.ShapeDtypeStruct((1, FIXED_LENGTH), jnp.int32)
     record = with_fixed_sizes(record, FAMILY.axes_of(record), {"b": 1, "t": FIXED_LENGTH, "s": FIXED_LENGTH})

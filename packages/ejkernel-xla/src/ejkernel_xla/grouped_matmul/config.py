@@ -18,7 +18,7 @@ class RowTiles:
 
     Attributes:
         block_m: Rows of a group's largest tiles.
-        batch_invariant: Whether all tiles have `block_m` rows, whatever the groups have.
+        batch_invariant: Whether all tiles have `block_m` rows, whatever the sizes of groups.
     """
 
     block_m: int
@@ -51,7 +51,7 @@ def heuristic(record: GroupedMatmul, device: Any, direction: Direction) -> RowTi
 
 
 FIXED_BLOCK = 16
-"""Rows of all tiles in a `batch_invariant` block: a product of other sizes would add in another order."""
+"""Rows of all tiles in a `batch_invariant` block: a product of another size may add in another order."""
 
 
 def batch_invariant(record: GroupedMatmul, device: Any, direction: Direction) -> RowTiles:

@@ -47,7 +47,7 @@ def forward(record: GroupedMatmul, config: RowTiles) -> tuple[jax.Array, tuple[(
 
 
 def _with_more_rows(record: GroupedMatmul, count: int) -> GroupedMatmul:
-    """Returns the record with so many unassigned rows after its own, so that a tile has room."""
+    """Returns the record with `count` more rows at the end, which are unassigned, so that a tile has room."""
     names = [name for name in ("lhs", "lhs_scale", "existing_out") if getattr(record, name) is not None]
     padded = {name: jnp.pad(getattr(record, name), ((0, count), (0, 0))) for name in names}
     return dataclasses.replace(record, **padded)

@@ -71,9 +71,9 @@ FIXED_STACK = 1
 
 
 def batch_invariant(record: PagedAttention, device: DeviceInfo, direction: Direction) -> PagedTiles:
-    """Returns tile sizes for all calls in a `batch_invariant` block: each row is a tile, in prefill as in decoding.
+    """Returns tile sizes for all calls in a `batch_invariant` block: each row is a tile, in prefill and in decoding.
 
-    A window begins at each row's own key, and a tile of several rows would begin at that of its first.
+    With a window, the first key differs by row, and a tile of several rows would begin at that of its first row.
     """
     return PagedTiles(block_q=1, block_kv=BLOCK_KV, stack=FIXED_STACK, batch_invariant=True)
 

@@ -211,7 +211,8 @@ def _add_gradients_of_terms(
     dscores: jax.Array,
     grads: Gradients,
 ) -> jax.Array:
-    """Puts the gradients of what changes scores into `grads`, and returns that of the scaled scores, [b, h, g, t, s].
+    """Adds the gradients of score_mod, bias and relative_bias to `grads`, and returns that of the scaled scores, [b, h,
+    g, t, s].
 
     `dscores` is the gradient of the scores that the softmax sees.
     """
@@ -253,7 +254,7 @@ def _pull_back_soft_cap(scores: Scores, dscores: jax.Array) -> jax.Array:
 
 
 def _add_captured(grads: Gradients, gradients: tuple[jax.Array | None, ...]) -> Gradients:
-    """Returns the gradient of `score_mod`, if it is asked for, with those of its arrays added; those of integers are
+    """Returns the gradient of `score_mod`, if it is requested, with `gradients` added; those of integer arrays are
     None.
     """
     if "score_mod" not in grads:

@@ -18,7 +18,7 @@ DEFAULT_PATTERN_BLOCK = 128
 
 
 DEFAULT_MASK_MOD_BLOCK = 256
-"""Between the two: what a `mask_mod` leaves is known only when its tiles have been asked for."""
+"""Between the two: which tiles a `mask_mod` leaves is known only once it has been evaluated."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ FIXED_BLOCK_Q, FIXED_BLOCK_KV = 32, 256
 def batch_invariant(record: TiledAttention, device: Any, direction: Direction) -> ChunkedSoftmax:
     """Returns tile sizes for all calls in a `batch_invariant` block.
 
-    A multiple of 16 rows: the last rows of another number would take another path through a CPU's products.
+    They are multiples of 16 rows: a CPU's matrix product computes the last rows of other sizes by other instructions.
     """
     return ChunkedSoftmax(block_q=FIXED_BLOCK_Q, block_kv=FIXED_BLOCK_KV, batch_invariant=True)
 

@@ -128,7 +128,7 @@ def _attend_in_fixed_tiles(
 
         running = _compat.as_varying(initial_softmax(record, plan), record)
         running = lax.fori_loop(first, end, key_tile, running)
-        # Rows after the segment's end are stored too; the tiles of the segments that they are of store them again.
+        # Rows after the segment's end are stored too, and overwritten by the tiles of the segments they belong to.
         return store_query_tile(state, epilogue(running, record, plan, at), plan, at)
 
     state = lax.fori_loop(jnp.int32(0), tiles.count, query_tile, state)
@@ -216,7 +216,7 @@ def results_without_keys(record: TiledAttention, output: Any) -> dict[str, jax.A
 def store_query_tile(
     state: dict[str, jax.Array], tile: dict[str, Any], plan: TilePlan, at: OuterStep
 ) -> dict[str, jax.Array]:
-    """Returns the arrays with the results of a query tile, [b, h, g, t, ...], in their place."""
+    """Returns the arrays, updated with the results of a query tile, [b, h, g, t, ...]."""
     b, heads, t = plan.batch, plan.heads * plan.group, plan.queries.block
     # A tile that was moved back writes the rows that it shares with the previous tile again, with the same numbers.
     head = at.head * plan.group

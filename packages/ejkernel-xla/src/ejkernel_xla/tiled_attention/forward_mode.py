@@ -69,7 +69,7 @@ class _Call:
     plan: TilePlan
 
     def load_with_tangent(self, name: str, load: Any) -> tuple[jax.Array, jax.Array | None]:
-        """Returns a tile of a field, and that of its tangent; None where it has none."""
+        """Returns a tile of a field and the tile of its tangent, None if it has no tangent."""
         value = getattr(self.record, name)
         return jax.jvp(load, (value,), (self.tangents[name],)) if name in self.tangents else (load(value), None)
 

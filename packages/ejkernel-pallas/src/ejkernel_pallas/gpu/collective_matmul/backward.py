@@ -51,7 +51,7 @@ def backward(pullback: Pullback, params: HopperCollective) -> dict[str, jax.Arra
 
 
 def _y_gradient(record: CollectiveMatmul, gathered: jax.Array, whole: jax.Array) -> jax.Array:
-    """Returns the gradient of y from the gathered rows of all devices, and the rows that the device has whole."""
+    """Returns the gradient of y from the gathered rows of all devices and the rows that need no gathering."""
     is_transposed = (record.collective == "all_gather") == record.transpose_y
     left, right = (whole, gathered) if is_transposed else (gathered, whole)
     return lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=record.y.dtype)

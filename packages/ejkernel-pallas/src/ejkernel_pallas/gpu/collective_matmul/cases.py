@@ -1,4 +1,4 @@
-"""Conformance cases of these kernels, which need whole tiles: on one device, where the same kernels send nothing."""
+"""Conformance cases with the whole tiles that these kernels need; on one device, the same kernels send nothing."""
 
 import functools
 from typing import Any

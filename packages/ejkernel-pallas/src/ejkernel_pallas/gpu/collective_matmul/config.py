@@ -15,7 +15,7 @@ class HopperCollective:
     """The configuration of the kernels.
 
     Attributes:
-        block_n: Columns per tile, 128 or 256; tiles of products with an odd number of 128 columns have 128.
+        block_n: Columns per tile, 128 or 256; always 128 if the number of columns is no multiple of 256.
         stages: Pipeline stages: steps whose operands are in shared memory.
         output_buffers: Output buffers per warpgroup in shared memory, of 64 rows, that await their copy to device
             memory.

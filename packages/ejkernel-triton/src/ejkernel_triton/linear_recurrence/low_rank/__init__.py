@@ -34,10 +34,10 @@ def _refusal_reasons(record: Any) -> Iterable[str]:
 
 
 def _priority(record: Any, device: DeviceInfo, direction: Direction) -> int:
-    """Returns the place in the order of choice: below XLA, which is at 0, for a token of each row or sequence.
+    """Returns the priority: below that of XLA, 0, for calls with one token per row or sequence.
 
-    A chunk's transition is as large as two states, so that a step of one token moves 2.5 times the bytes of reading and
-    writing the states; XLA pads no token to a chunk.
+    A chunk's transition is as large as two states, so a step of one token would move 2.5 times the bytes of reading and
+    writing the states. XLA does not pad one token to a chunk.
     """
     num_sequences = record.query.shape[0] if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
     num_tokens = record.query.shape[0] * record.query.shape[1]

@@ -86,7 +86,8 @@ def scan_state_gradients(
 def value_and_read_gradients(
     call: LowRankCall, residuals: LowRankResiduals, dstates: jax.Array, cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the gradients of values for each state head, [B, T, H, V]; the low-rank reads Y; and the gradients of Z.
+    """Returns the gradients of values for each state head, [B, T, H, V], the low-rank reads Y, and the gradients of Z
+    (letters as in `kernels.chunk_bwd_dvy`).
 
     Args:
         call: What the launches of the call share.
@@ -147,8 +148,9 @@ def vector_gradients(
 
 
 def writer_gradients(call: LowRankCall, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Returns the gradients of keys and write vectors for each state head, [B, T, H, K], and their terms of those of
-    sums of gates: of each token [B, H, NUM_CHUNKS, CHUNK_SIZE, K], and of the chunk's end [B, H, NUM_CHUNKS, K].
+    """Returns the gradients of keys and write vectors for each state head, [B, T, H, K], and their terms of the
+    gradients of cumulative gates: per token [B, H, NUM_CHUNKS, CHUNK_SIZE, K], and at the chunk's end [B, H,
+    NUM_CHUNKS, K].
 
     Args:
         call: What the launches of the call share.
@@ -199,8 +201,8 @@ def reader_gradients(
 
 
 def _vector_gradient_shape(call: LowRankCall, name: str) -> ShapeDtype:
-    """Returns the shape of the gradient of a field for each state head; those of heads that share one are float32, and
-    XLA adds them up.
+    """Returns the shape and dtype of the gradient of a field for each state head. It is float32 if heads share the
+    field: XLA then sums over them.
     """
     spec, field = call.spec, getattr(call.record, name)
     shape = (field.shape[0], spec.T, spec.H, spec.K)

@@ -45,7 +45,7 @@ class LowRankResiduals(NamedTuple):
     Attributes:
         log2_chunk_decay: Sums of the gates of chunks.
         state_readers: Vectors that read the state before a chunk.
-        state_products: What chunks do to the state, besides decay.
+        state_products: Matrices that a chunk multiplies the state with, in addition to decay.
         inverse: The inverses.
         states: [B, H, NUM_CHUNKS, K, V], the states before the chunks.
     """

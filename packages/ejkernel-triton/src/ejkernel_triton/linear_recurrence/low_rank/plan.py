@@ -1,4 +1,4 @@
-"""Computes what the launches of a recurrence with a low-rank term share."""
+"""The arguments that the launches of a recurrence with a low-rank term share."""
 
 import dataclasses
 from typing import Any
@@ -121,8 +121,9 @@ def _widen_bfloat16(record: LinearRecurrence) -> LinearRecurrence:
 def make_pair_gate_sum_matrices(spec: RecurrenceSpec, dtype: Any) -> jax.Array:
     """Returns the matrices whose products with a chunk's gates are the sums that kernels read.
 
-    Rows are tokens, columns the gates of the chunk's tokens. In this order, of which all but the second come twice: up
-    to the token, and without the token itself, for vectors that read the state before its decay:
+    Rows are tokens, columns the gates of the chunk's tokens. All but the second come in two versions, one after the
+    other: the sum including the token's gate, and the sum without it, for vectors that read the state before the
+    token's decay. In order:
 
     - the sum from the chunk's first token to each token;
     - the sum after each token, to the chunk's end;

@@ -6,9 +6,9 @@ which begin at the segment's first key:
     segment   |  0 1 2 3 .. | .. | .. |     key tiles at multiples of block_kv from its first key, in ascending order
     queries            |  t  |              any block_q of its queries, wherever a chunk of them begins
 
-So a row meets the same keys in the same tiles in the same order in every call, and all products have one shape. Keys
-that a row does not attend to add exact zeros, and so do tiles in which it attends to none. To find the keys of a
-segment next to each other, rows are sorted by segment, in their order within it; the arrays are padded to whole tiles.
+So a row is combined with the same keys in the same tiles in the same order in every call, and all products have one
+shape. Keys that a row does not attend to add exact zeros, and so do tiles in which it attends to none. Rows are stably
+sorted by segment, so that the keys of a segment are contiguous; the arrays are padded to whole tiles.
 """
 
 import dataclasses
@@ -148,14 +148,14 @@ def cut(record: TiledAttention, block_q: int, block_kv: int) -> FixedTiles:
 
 
 def _both_sides(queries: jax.Array | None, keys: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Returns the ids or the positions of both sides, which are there."""
+    """Returns the ids or the positions of queries and keys, which are not None."""
     assert queries is not None  # `_with_ids_and_positions` has made them
     assert keys is not None
     return queries, keys
 
 
 def _with_ids_and_positions(record: TiledAttention, packed: bool) -> TiledAttention:
-    """Returns the record with segment ids and positions: programs of calls with and without them would round apart."""
+    """Returns the record with segment ids and positions: without them, the compiled program may round differently."""
     (batch, length, _, _), keys = record.query.shape, record.key.shape[1]
     changes: dict[str, Any] = {}
     for side, size in (("q", length), ("kv", keys)):
@@ -189,7 +189,7 @@ def _along(x: jax.Array, order: jax.Array, axis: int) -> jax.Array:
 
 
 def _padded(record: TiledAttention, queries: int, keys: int) -> TiledAttention:
-    """Returns the record with so many queries and keys more, of no segment."""
+    """Returns the record with `queries` more queries and `keys` more keys, which are padding."""
     changes: dict[str, Any] = {}
     for names, more in ((_QUERY_FIELDS, queries), (_KEY_FIELDS, keys)):
         for name in names:

@@ -21,7 +21,7 @@ from ejkernel_xla.tiled_attention.plan import SCORES_PER_STEP, OuterStep, TilePl
 def modify_scores(
     function: PairFunction, scores: jax.Array, record: TiledAttention, plan: TilePlan, at: OuterStep, tile: jax.Array
 ) -> jax.Array:
-    """Returns what `score_mod` makes of the scores of a tile, [b, h, g, t, s]."""
+    """Returns the scores of a tile after `score_mod`, [b, h, g, t, s]."""
     b, h, g, t, s = scores.shape
     indices = _tile_indices(plan, at, tile, record.dropout_origin)
     return function.of_pairs(scores.reshape(b, h * g, t, s), *indices).astype(scores.dtype).reshape(scores.shape)
@@ -80,7 +80,7 @@ def pairs_in_mask(
 def tiles_of_mask(record: TiledAttention, function: PairFunction, plan: TilePlan) -> tuple[Any, Any]:
     """Returns in which tiles `mask_mod` lets some pair attend, and in which all of them.
 
-    It is asked about every pair, one tile at a time: once for all calls of these sizes where it reads no array and the
+    It is evaluated for every pair, one tile at a time: once for all calls of these sizes if it reads no array and the
     call is not a shard, and otherwise in every pass.
 
     Returns:

@@ -65,7 +65,7 @@ def _may_have_tiles(table: Any) -> bool:
 
 
 def list_key_tiles(record: TiledAttention, plan: TilePlan, any_allowed: Any, all_allowed: Any) -> KeyTileLists:
-    """Lists the tiles that pattern and `mask_mod` leave of those that everything else leaves.
+    """Lists the key tiles in which a pair attends by pattern and `mask_mod`, among the tiles in `any_allowed`.
 
     Args:
         record: The canonical arguments.
@@ -127,8 +127,8 @@ def tile_tables(pattern: Mask, queries: TiledAxis, keys: TiledAxis, group: int) 
 
 
 def _any_chunk(tiles: Any) -> Any:
-    """Returns the tiles that a `mask_mod` leaves for some row and head; True where their values are traced, or without
-    one.
+    """Returns the tiles in which a `mask_mod` lets some pair of some row and head attend; True if this is traced, or
+    without a `mask_mod`.
     """
     return tiles.any(axis=(0, 1)) if isinstance(tiles, np.ndarray) else True
 

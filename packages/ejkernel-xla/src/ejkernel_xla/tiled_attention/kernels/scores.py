@@ -25,7 +25,7 @@ class Scores(NamedTuple):
         value: What the softmax sees; -inf where not allowed.
         soft_cap_derivative: Derivative of the soft cap, None without it.
         allowed_mask: bool, broadcastable to the scores; None when all are.
-        unmodified: What `score_mod` was given; None without it.
+        unmodified: The scores before `score_mod`; None without it.
     """
 
     value: jax.Array

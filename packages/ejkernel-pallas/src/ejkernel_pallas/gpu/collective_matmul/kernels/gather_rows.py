@@ -34,7 +34,7 @@ class Call:
         num_blocks: Number of thread blocks.
         x: This device's rows in device memory, [M, K].
         gathered: The rows of all devices, [P M, K].
-        arrivals: Counter of blocks of other devices that have sent all.
+        arrivals: Counter of blocks of other devices that have sent all their pieces.
         pieces: Pieces in shared memory, [STAGES, 64, columns].
         full: Mbarriers: a piece has arrived.
         free: Mbarriers: a piece has been read.

@@ -4,9 +4,9 @@
     products of        rows of i + 1      rows of i + 2      rows of i
     results go         to i + 1           to i + 2           to the output, with what has arrived
 
-A warpgroup stores float32 sums from its registers to the other device's memory, which has a place for each sender. Sums
-of the device's rows come last, about a device's products after those that they are added to, in the order of places:
-results are reproducible bit for bit.
+A warpgroup stores float32 sums from its registers to the other device's memory, which has a slot per sender. The rows
+of this device come last: the sums that others have sent arrived about one device's products earlier. They are added in
+the order of slots, so results are reproducible bit for bit.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""How devices tell each other what they have written to each other's memory."""
+"""Counters by which a device signals what it has written to another device's memory."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ from jaxlib.mlir.dialects import llvm
 
 
 def remote_device(axis_name: str | None, device: Any) -> Any:
-    """Returns a device of a mesh axis as references and counters name it."""
+    """Returns the id of a device of a mesh axis, as remote references and counters take it."""
     return {axis_name: device}
 
 
 def announce_copies(arrivals: Any, device: Any) -> None:
     """Increments a counter of another device once the warpgroup's copies to it have been written."""
-    # Until writes are done, not only reads: by the thread that started the copies, which also increments the counter.
+    # Waits for the writes, not only the reads, in the thread that started the copies; it also increments the counter.
     plgpu.wait_smem_to_gmem(0)
     pl.semaphore_signal(arrivals, device_id=device)
 
@@ -25,7 +25,7 @@ def announce_stores(arrivals: Any, device: Any) -> None:
 
     @plgpu.inline_mgpu()
     def wait_for_warpgroup(_: Any) -> None:
-        # One thread increments the counter, by a release that covers what the barrier has shown it.
+        # One thread increments the counter with release semantics, which cover the stores before the barrier.
         mgpu.utils.warpgroup_barrier()
 
     wait_for_warpgroup()  # pyright: ignore[reportCallIssue]  # the decorator gives the context

@@ -97,7 +97,7 @@ class Tile(NamedTuple):
 
 
 def device_at(spec: CollectiveSpec, offset: Any) -> Any:
-    """Returns the index of the device `offset` places after this one."""
+    """Returns the index of the device `offset` after this one on the axis."""
     if spec.axis_name is None:
         return I32(0)
     return lax.rem(lax.axis_index(spec.axis_name) + offset, I32(spec.num_devices))

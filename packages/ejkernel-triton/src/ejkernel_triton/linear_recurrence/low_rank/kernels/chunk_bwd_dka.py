@@ -7,8 +7,8 @@ values V, and the write vectors, with the reads Y (letters as in `chunk_bwd_dvy`
     da_j = the same with Y_j in place of V_j
     dG_j = -k_j dk_j - a_j da_j, and at the chunk's end the sum of k dk + a da of the terms with dS
 
-Each gradient is stored before the next, as registers allow; those of readers are in `chunk_bwd_dqb`, which adds their
-terms to the gates' gradient.
+Each gradient is stored before the next is computed, to save registers. `chunk_bwd_dqb` computes the gradients of
+readers, and adds their terms to the gates' gradient.
 """
 
 import triton
@@ -42,8 +42,8 @@ from ejkernel_triton.linear_recurrence.low_rank.kernels.pair_decays import (
 
 @triton.jit
 def dscores_and_diagonal(cotangents, written, SCALE: tl.constexpr, spec: tl.constexpr):
-    """Returns the gradients of scores, <c_i, x_j> SCALE of cotangents c and values or reads x, [CHUNK_SIZE, CHUNK_SIZE]
-    in the cotangents' dtype; and those of each token with itself, [CHUNK_SIZE] float32.
+    """Returns the gradients of scores, `SCALE <c_i, x_j>` for cotangents c and values or reads x, [CHUNK_SIZE,
+    CHUNK_SIZE] in the cotangents' dtype; and their diagonal, each token with itself, [CHUNK_SIZE] float32.
     """
     dscores = dot(cotangents, tl.trans(written), spec) * SCALE
     rows = tl.arange(0, spec.CHUNK_SIZE)
@@ -95,7 +95,7 @@ def writer_gradient(writer, written, cotangents, dstate, readers, gates, are_wea
     Args:
         writer: [CHUNK_SIZE, COLUMNS], the keys or write vectors.
         written: [CHUNK_SIZE, VALUES], the values or reads that they write.
-        cotangents: Those of the outputs and of the reads, [CHUNK_SIZE, VALUES] both.
+        cotangents: Cotangents of the outputs and of the reads, [CHUNK_SIZE, VALUES] both.
         dstate: [COLUMNS, VALUES], gradient of the state after the chunk.
         readers: Queries and read vectors, [CHUNK_SIZE, COLUMNS] both.
         gates: As in `pair_scores`.
@@ -140,7 +140,7 @@ def chunk_bwd_dka_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Computes all of one head's chunk; see `backward.writer_gradients`."""
+    """Computes one chunk of one head; see `backward.writer_gradients`."""
     CHUNK: tl.constexpr = spec.CHUNK_SIZE
     DTYPE: tl.constexpr = query.dtype.element_ty
     program = tl.program_id(0)

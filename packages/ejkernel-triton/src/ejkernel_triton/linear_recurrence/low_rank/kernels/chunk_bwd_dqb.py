@@ -112,7 +112,7 @@ def chunk_bwd_dqb_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Computes all of one head's chunk; see `backward.reader_gradients`."""
+    """Computes one chunk of one head; see `backward.reader_gradients`."""
     CHUNK: tl.constexpr = spec.CHUNK_SIZE
     DTYPE: tl.constexpr = query.dtype.element_ty
     program = tl.program_id(0)
@@ -171,7 +171,7 @@ def chunk_bwd_dqb_kernel(
     at = chunk_address(dread_vectors, row, first_token, head, spec.T, spec.H, spec.K)
     store_token_rows(at, db, first_token, sequence_end, 0, spec.H, spec.K, spec)
 
-    # A gate is in the sums of its own token and of later ones, and in those that later tokens' read vectors have.
+    # A gate is a term of the cumulative gates of its token and later ones, which the read vectors of later tokens use.
     b = load_head_tokens(read_vectors, row // per.READ_VECTORS, location, spec.H, spec.K, BLOCK_K, DTYPE, spec)
     later_high, later_low = split_gates_high_low(dgates + b.to(tl.float32) * db, DTYPE)
     dgates += sum_gates(gate_sum_matrices, UNTIL_END, later_high, later_low, spec) + chunk_dgate[None, :]

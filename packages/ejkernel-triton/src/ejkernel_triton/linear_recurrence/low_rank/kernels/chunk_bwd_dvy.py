@@ -1,7 +1,7 @@
-"""Computes gradients of values and of what tokens read with the low-rank term, and those reads again.
+"""Computes gradients of values and of the low-rank reads, and recomputes these reads.
 
-With the letters of `chunk_transitions`, Z = B' S + L V the reads without those of their own chunk, and dS the gradient
-of the state after the chunk:
+With the letters of `chunk_transitions`, Z = B' S + L V the reads before T adds those of the chunk's earlier write
+vectors, and dS the gradient of the state after the chunk:
 
     Y  = T Z
     dY = scale Aqa^T dO + A' dS
@@ -62,7 +62,7 @@ def chunk_bwd_dvy_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Computes all of one head's chunk; see `backward.value_and_read_gradients`."""
+    """Computes one chunk of one head; see `backward.value_and_read_gradients`."""
     CHUNK: tl.constexpr = spec.CHUNK_SIZE
     DTYPE: tl.constexpr = query.dtype.element_ty
     program = tl.program_id(0)

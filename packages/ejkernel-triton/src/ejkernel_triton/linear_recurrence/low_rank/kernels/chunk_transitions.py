@@ -12,7 +12,7 @@ inverse of I minus those of read and write vectors. So both the reads and the st
     q, k, a, gates  -> Aqk, Aqa                      pairs of queries with keys and with write vectors
     a, k, W, U, V   -> everything that is stored
 
-D stays apart from A'^T W, in float32: a decay close to 1 keeps its digits over all chunks.
+D is stored separately from A'^T W, in float32, so that a decay close to 1 keeps its digits over all chunks.
 """
 
 import triton
@@ -80,7 +80,7 @@ def load_head_tokens(
 def load_chunk_gates(
     decay, entry, chunk_location, DECAY_TOKENS: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr
 ):
-    """Returns [CHUNK_SIZE, COLUMNS] log2 gates of a head's tokens; DECAY_TOKENS is 1 if all tokens have the same."""
+    """Returns [CHUNK_SIZE, COLUMNS] log2 gates of a head's tokens; DECAY_TOKENS is 1 if all tokens share one gate."""
     head, first_token, sequence_end = chunk_location
     base = chunk_address(decay, entry, first_token * (DECAY_TOKENS > 1), head, DECAY_TOKENS, spec.H, spec.K)
     STRIDE: tl.constexpr = (DECAY_TOKENS > 1) * spec.H * spec.K
@@ -111,7 +111,7 @@ def chunk_transitions_kernel(
     BLOCK_V: tl.constexpr,
     STORE_INVERSE: tl.constexpr,
 ):
-    """Computes all of one head's chunk; see `forward.chunk_transitions`."""
+    """Computes one chunk of one head; see `forward.chunk_transitions`."""
     CHUNK: tl.constexpr = spec.CHUNK_SIZE
     DTYPE: tl.constexpr = query.dtype.element_ty
     program = tl.program_id(0)
@@ -131,7 +131,7 @@ def chunk_transitions_kernel(
     b = load_head_tokens(read_vectors, row // per.READ_VECTORS, location, spec.H, spec.K, BLOCK_K, DTYPE, spec)
     key_scores, write_scores = pair_scores(b, k, a, gates, are_weak, True, spec)
     inverse_tile = solve_tril(-write_scores, spec).to(DTYPE)
-    # Stores keep the compiler from joining the loads before and after them: the tiles would be in registers meanwhile.
+    # The stores keep the compiler from merging loads before and after them, which would hold the tiles in registers.
     decay_address = log2_chunk_decay + ((tl.cast(row, tl.int64) * spec.H + head) * spec.NUM_CHUNKS + chunk) * BLOCK_K
     tl.store(decay_address + tl.arange(0, BLOCK_K), chunk_decay)
     if STORE_INVERSE:

@@ -103,7 +103,7 @@ def add_pair_scores(
     decayed_reader = multiply_by_decay(reader, reader_decay(step, gates, ARE_WEAK, IS_BEFORE_DECAY, spec))
     decay = writer_decay(step, gates, ARE_WEAK, spec)
     mask = step_pair_mask(step, ARE_WEAK, spec)
-    # Masked after the product: other pairs may be large, but are finite in their own row and column.
+    # Masked after the product, since pairs of other steps may be large. They are finite, so they affect no other pair.
     key_scores += tl.where(mask, dot(decayed_reader, tl.trans(multiply_by_decay(key, decay)), spec), 0.0)
     write_scores += tl.where(mask, dot(decayed_reader, tl.trans(multiply_by_decay(write_vector, decay)), spec), 0.0)
     return key_scores, write_scores
@@ -120,8 +120,7 @@ def pair_scores(reader, key, write_vector, gates, are_weak, IS_BEFORE_DECAY: tl.
         write_vector: [CHUNK_SIZE, COLUMNS].
         gates: Address of the matrices of `sum_gates`, and both terms of the gates.
         are_weak: From `gates_are_weak`.
-        IS_BEFORE_DECAY: Whether readers read the state before their token's decay and write; else they read it after
-            both.
+        IS_BEFORE_DECAY: Whether readers read the state before their token's decay and write, instead of after both.
         spec: Constants.
     """
     CHUNK: tl.constexpr = spec.CHUNK_SIZE

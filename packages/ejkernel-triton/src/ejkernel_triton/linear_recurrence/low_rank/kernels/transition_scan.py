@@ -1,6 +1,6 @@
-"""Passes states through the transitions of `chunk_transitions`, and computes outputs on the way.
+"""Passes states through the transitions of `chunk_transitions`, and computes the outputs of each chunk.
 
-A program has all key channels and a tile of value channels of one head's state in registers, whose columns are
+A program holds all key channels and a tile of value channels of one head's state in registers; value channels are
 independent of each other:
 
     output = readers S + intra-chunk output
@@ -24,7 +24,9 @@ from ejkernel_triton.linear_recurrence.low_rank.kernels.chunk_transitions import
 
 @triton.jit
 def load_nearest_chunk_sums(chunk_sums, entry, head, chunk, BLOCK_K: tl.constexpr, spec: tl.constexpr):
-    """Returns [BLOCK_K] of a chunk of [rows, H, NUM_CHUNKS, BLOCK_K]; of the nearest one past the row's ends."""
+    """Returns [BLOCK_K] of a chunk of [rows, H, NUM_CHUNKS, BLOCK_K], or of the nearest chunk if it is out of
+    bounds.
+    """
     chunk = tl.maximum(0, tl.minimum(chunk, spec.NUM_CHUNKS - 1))
     at = ((tl.cast(entry, tl.int64) * spec.H + head) * spec.NUM_CHUNKS + chunk) * BLOCK_K
     return tl.load(chunk_sums + at + tl.arange(0, BLOCK_K))
