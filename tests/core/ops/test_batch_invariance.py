@@ -1,6 +1,7 @@
 """The policy under which the bits of a row do not depend on what else is in the call."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +10,18 @@ import pytest
 
 from ejkernel import explain
 from ejkernel.errors import NoImplementationError, TunerError
-from ejkernel.modules import FlashAttentionConfig, flash_attention, lightning_attention
+from ejkernel.modules import (
+    FlashAttentionConfig,
+    RaggedPageAttentionv2Config,
+    flash_attention,
+    lightning_attention,
+    ragged_page_attention_v2,
+)
 from ejkernel.ops import (
     ConfigSelectorChain,
     FwdParams,
     batch_invariant,
+    forward_mode,
     overlay_cache,
     policy_override,
     registry,
@@ -96,3 +104,28 @@ def test_a_claim_wants_a_known_name_and_a_rule():
     without_rule = dataclasses.replace(xla.config, batch_invariant=None)
     with pytest.raises(ValueError, match=r"wants a rule ConfigSpace\.batch_invariant"):
         dataclasses.replace(xla, config=without_rule)
+
+
+def test_a_configuration_of_the_kernels_own_type_stays_invariant():
+    outside = explain(flash_attention, X, X, X, platform="xla").forward.config
+    assert not outside.batch_invariant
+    with batch_invariant():
+        decision = explain(flash_attention, X, X, X, platform="xla", cfg=FlashAttentionConfig(fwd_params=outside))
+    assert decision.forward.config == dataclasses.replace(outside, batch_invariant=True)
+
+
+def test_outputs_of_forward_mode_have_the_bits_of_the_call():
+    x = jax.random.normal(jax.random.key(0), (1, 70, 2, 16))
+    with batch_invariant(), forward_mode():
+        rows = [jax.jvp(lambda q: flash_attention(q, x, x), (q,), (q,))[0] for q in (x, x[:, 41:42])]
+        np.testing.assert_array_equal(rows[0][:, 41:42], rows[1])
+        np.testing.assert_array_equal(rows[1], flash_attention(x[:, 41:42], x, x))
+
+
+def test_tiles_of_several_rows_with_a_window_over_pages_are_refused():
+    pages, tables, lengths = jnp.ones((3, 8, 1, 16)), jnp.array([[0, 1], [2, 0]]), jnp.array([9, 5])
+    query, starts = jnp.ones((4, 1, 16)), jnp.array([0, 2, 4])
+    config = RaggedPageAttentionv2Config(q_blocksize=8)
+    with batch_invariant(), pytest.raises(ValueError, match="q_blocksize: got 8 in a batch_invariant block"):
+        prefill = functools.partial(ragged_page_attention_v2, sliding_window=3, cfg=config, platform="xla")
+        prefill(query, jnp.concatenate([pages, pages], 2), lengths, tables, starts, jnp.array([2]))

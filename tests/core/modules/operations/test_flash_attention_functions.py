@@ -229,3 +229,30 @@ def test_kernels_without_functions_refuse_them_by_name(name):
 def test_functions_that_do_not_fit_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
         flash_attention(QUERY, KEY, VALUE, **given)
+
+
+def test_a_function_is_read_again_in_every_call():
+    """The arrays and numbers that it closes over may have changed."""
+    state = {"table": jnp.zeros(2), "limit": 1}
+
+    def bias(score, b, h, q_idx, k_idx):
+        return score + state["table"][h] * (k_idx % 3)
+
+    def mask(b, h, q_idx, k_idx):
+        return k_idx < state["limit"]
+
+    x = jax.random.normal(jax.random.key(0), (1, 6, 2, 8))
+    before = flash_attention(x, x, x, score_mod=bias, mask_mod=mask)
+    np.testing.assert_allclose(before, jnp.broadcast_to(x[:, :1], x.shape), rtol=1e-6)
+    state.update(table=jnp.array([0.5, -2.0]), limit=6)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", x, x) / 8**0.5 + state["table"][:, None, None] * (jnp.arange(6) % 3)
+    expected = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), x)
+    np.testing.assert_allclose(flash_attention(x, x, x, score_mod=bias, mask_mod=mask), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_function_may_return_a_python_number():
+    x = jax.random.normal(jax.random.key(0), (1, 6, 2, 8))
+    got = flash_attention(x, x, x, mask_mod=lambda b, h, q_idx, k_idx: True)
+    np.testing.assert_array_equal(got, flash_attention(x, x, x, mask_mod=lambda b, h, q_idx, k_idx: q_idx >= 0))
+    means = flash_attention(x, x, x, score_mod=lambda score, b, h, q_idx, k_idx: 0.0)
+    np.testing.assert_allclose(means, jnp.broadcast_to(x.mean(1, keepdims=True), x.shape), rtol=1e-5, atol=1e-6)

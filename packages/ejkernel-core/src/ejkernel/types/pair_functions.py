@@ -10,7 +10,6 @@ The argument names and meanings are those of `torch.nn.attention.flex_attention`
 import dataclasses
 import functools
 import inspect
-import weakref
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -19,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from ejkernel import _compat
 from ejkernel.types.arguments import arguments, static
 
 INDEX_NAMES = ("b", "h", "q_idx", "k_idx")
@@ -114,7 +112,8 @@ class PairFunction:
             for v, x in zip(jaxpr.constvars, self.captured, strict=True)
         ]
         inputs = [_as_dtype_of(v, x) for v, x in zip(jaxpr.invars, scalars, strict=True)]
-        return _evaluate(jaxpr, [*captured, *inputs])[0]
+        result = _evaluate(jaxpr, [*captured, *inputs])[0]
+        return jnp.asarray(result, jaxpr.outvars[0].aval.dtype)  # a function may return a Python number
 
     def of_pairs(self, *arrays: jax.Array) -> jax.Array:
         """Returns the results for arrays of one rank, whose axes of size 1 broadcast.
@@ -166,32 +165,17 @@ def mask_function(name: str, function: Any) -> PairFunction | None:
     return dataclasses.replace(made, captured=tuple(jax.lax.stop_gradient(x) for x in made.captured))
 
 
-_traced_functions: weakref.WeakKeyDictionary[Any, dict[Hashable, PairFunction]] = weakref.WeakKeyDictionary()
-"""Traced functions that close over no tracer. As with `jax.jit`, the values that a function closes over must not
-change."""
-
-
 def _traced(name: str, function: Any, parameters: tuple[str, ...], score: Any = None) -> PairFunction:
     """Returns the function as a `PairFunction`, traced with scalars."""
     if not callable(function):
         raise ValueError(f"{name}: got {type(function).__name__}, wants a function ({', '.join(parameters)})")
     _check_parameters(name, function, parameters)
-    key = (parameters, score, jax.config.values["jax_enable_x64"])
-    try:
-        known = _traced_functions.setdefault(function, {})
-    except TypeError:  # an object of a class without weak references
-        known = {}
-    if key not in known:
-        scalars = [jax.ShapeDtypeStruct((), score if name == "score" else jnp.int32) for name in parameters]
-        closed = jax.make_jaxpr(function)(*scalars)
-        if len(closed.jaxpr.outvars) != 1:
-            raise ValueError(f"{name}: got a function with {len(closed.jaxpr.outvars)} results, wants one scalar")
-        captured = tuple(map(jnp.asarray, closed.consts))
-        made = PairFunction(captured=captured, program=PairProgram(closed.jaxpr))
-        if any(map(_compat.is_tracer, captured)):
-            return made
-        known[key] = made
-    return known[key]
+    scalars = [jax.ShapeDtypeStruct((), score if name == "score" else jnp.int32) for name in parameters]
+    # A new lambda, which JAX has no trace of: the function may read arrays and numbers that have changed since.
+    closed = jax.make_jaxpr(lambda *values: function(*values))(*scalars)
+    if len(closed.jaxpr.outvars) != 1:
+        raise ValueError(f"{name}: got a function with {len(closed.jaxpr.outvars)} results, wants one scalar")
+    return PairFunction(captured=tuple(map(jnp.asarray, closed.consts)), program=PairProgram(closed.jaxpr))
 
 
 def _check_parameters(name: str, function: Any, parameters: tuple[str, ...]) -> None:

@@ -52,8 +52,17 @@ class PagedTiling:
 
 
 def tiles(record: PagedAttention, config: PagedTiles) -> PagedTiling:
-    """Returns the tiles of a record, of which no axis is empty: none larger than it can fill."""
+    """Returns the tiles of a record, of which no axis is empty: none larger than it can fill.
+
+    Raises:
+        ValueError: In a `batch_invariant` block, tiles of several rows of a call with a window.
+    """
     if config.batch_invariant:
+        if config.block_q > 1 and record.sliding_window is not None:
+            raise ValueError(
+                f"q_blocksize: got {config.block_q} in a batch_invariant block, wants 1 with sliding_window: "
+                "the keys of a tile would depend on the row it begins with"
+            )
         return PagedTiling(config.block_q, config.block_kv, config.stack)
     rows, sequences = record.query.shape[0], record.kv_lens.shape[0]
     queries = 1 if record.query_start is None else max(1, min(config.block_q, rows))

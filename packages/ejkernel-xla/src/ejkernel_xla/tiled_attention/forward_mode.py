@@ -83,8 +83,10 @@ def forward_mode(record: TiledAttention, tangents: Fields, params: ChunkedSoftma
         params: Tile sizes.
     """
     state = results_without_keys(record, record.query.dtype)
-    if not record.normalize_output or state["output"].size == 0 or record.key.shape[1] == 0:
-        # A numerator is relative to the maximum, which then has a tangent.
+    derived = params.batch_invariant or not record.normalize_output
+    if derived or state["output"].size == 0 or record.key.shape[1] == 0:
+        # The forward pass has the bits that `batch_invariant` promises. A numerator is relative to the maximum, which
+        # then has a tangent.
         fields = {name: getattr(record, name) for name in tangents}
         return jax.jvp(lambda fields: forward(dataclasses.replace(record, **fields), params), (fields,), (tangents,))
     plan = make_plan(record, params.block_q, params.block_kv)

@@ -209,7 +209,8 @@ def conditions(args: NativeSparseAttentionArguments) -> Iterable[Condition]:
     for name, array in _cumulative_length_arguments(args):
         yield from cumulative_length_conditions(name, getattr(args, name), *array.shape[:2])
     if have_ranks(args, key=4) and (args.block_tables is None or have_ranks(args, block_tables=2)):
-        yield from request_length_conditions(args.kv_lens, _num_keys(args))
+        wants = "lengths of rows of key," if args.block_tables is None else "lengths that block_tables has pages for,"
+        yield from request_length_conditions(args.kv_lens, _num_keys(args), wants)
 
 
 def lower(args: NativeSparseAttentionArguments) -> SelectedAttention:

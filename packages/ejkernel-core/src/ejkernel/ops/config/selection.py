@@ -75,8 +75,15 @@ class Request:
         return (rule or space.heuristic)(self.record, self.device, self.direction)
 
     def complete_with_heuristic(self, part: Any) -> Any:
-        """Returns `part` in the kernel's own fields, with unset fields filled by the implementation's heuristic."""
-        return self.implementation.config.complete_part(self.heuristic(), part, self.direction)
+        """Returns `part` in the kernel's own fields, with unset fields filled by the implementation's heuristic.
+
+        In a `batch_invariant` block, a part of the kernel's own type stays invariant whatever its field says.
+        """
+        rule = self.heuristic()
+        completed = self.implementation.config.complete_part(rule, part, self.direction)
+        if self.batch_invariant and hasattr(rule, "batch_invariant"):
+            return dataclasses.replace(completed, batch_invariant=rule.batch_invariant)
+        return completed
 
     def operations_of_family(self) -> tuple[Op, ...]:
         """Returns the operation and, after it, the other operations of its family."""

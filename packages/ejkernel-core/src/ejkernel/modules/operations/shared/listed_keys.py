@@ -63,7 +63,9 @@ def check_request_pages(block_tables: Any, kv_lens: Any, pages: Any, sizes: dict
         check_dtype("kv_lens", kv_lens, jnp.integer, "an integer dtype")
 
 
-def request_length_conditions(kv_lens: Any, capacity: int) -> Iterable[Condition]:
-    """Yields the condition that requests have at most as many tokens as their pages have room for."""
+def request_length_conditions(
+    kv_lens: Any, capacity: int, wants: str = "lengths that block_tables has pages for,"
+) -> Iterable[Condition]:
+    """Yields the condition that requests have at most as many tokens as their pages, or rows, have room for."""
     if kv_lens is not None:
-        yield from value_range_condition("kv_lens", kv_lens, 0, capacity, "lengths that block_tables has pages for,")
+        yield from value_range_condition("kv_lens", kv_lens, 0, capacity, wants)
