@@ -126,6 +126,6 @@ def test_tiles_of_several_rows_with_a_window_over_pages_are_refused():
     pages, tables, lengths = jnp.ones((3, 8, 1, 16)), jnp.array([[0, 1], [2, 0]]), jnp.array([9, 5])
     query, starts = jnp.ones((4, 1, 16)), jnp.array([0, 2, 4])
     config = RaggedPageAttentionv2Config(q_blocksize=8)
+    prefill = functools.partial(ragged_page_attention_v2, sliding_window=3, cfg=config, platform="xla")
     with batch_invariant(), pytest.raises(ValueError, match="q_blocksize: got 8 in a batch_invariant block"):
-        prefill = functools.partial(ragged_page_attention_v2, sliding_window=3, cfg=config, platform="xla")
         prefill(query, jnp.concatenate([pages, pages], 2), lengths, tables, starts, jnp.array([2]))

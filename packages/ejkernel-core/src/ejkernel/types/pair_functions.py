@@ -112,8 +112,9 @@ class PairFunction:
             for v, x in zip(jaxpr.constvars, self.captured, strict=True)
         ]
         inputs = [_as_dtype_of(v, x) for v, x in zip(jaxpr.invars, scalars, strict=True)]
-        result = _evaluate(jaxpr, [*captured, *inputs])[0]
-        return jnp.asarray(result, jaxpr.outvars[0].aval.dtype)  # a function may return a Python number
+        result: Any = jaxpr.outvars[0].aval
+        # A function may return a Python number.
+        return jnp.asarray(_evaluate(jaxpr, [*captured, *inputs])[0], result.dtype)
 
     def of_pairs(self, *arrays: jax.Array) -> jax.Array:
         """Returns the results for arrays of one rank, whose axes of size 1 broadcast.
