@@ -12,8 +12,8 @@ FLASH = ("flash_attention",)
 SPARSE = ("blocksparse_attention",)
 OTHERS = ("scaled_dot_product_attention", "flash_mla", "mla_decode")
 MASKS = "(causal or window or segments or pack or padded or positions or mask)"
-# What the kernels do not have: the slopes of ALiBi, and T5's bias of distances.
-REFUSED = "(slopes or distances)"
+# What the kernels do not have: the slopes of ALiBi, T5's bias of distances, score_mod and mask_mod.
+REFUSED = "(slopes or distances or function)"
 # Cases in bfloat16 that join features are there for kernels in 16 bits alone. These have each feature in float32, too.
 FEW = "not (bfloat16 and (dropout or sinks or keys or many or heads))"
 VALUES = f"(test_value and not test_shapes and not test_residuals and not test_eager and {FEW})"
