@@ -504,14 +504,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serves made-up requests; returns 1 if a check fails."""
+    """Serves random requests; returns 1 if a check fails."""
     options = parse(arguments)
     with batch_invariant() if options.invariant else contextlib.nullcontext():
         return run(options)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serves made-up requests as the command line says; returns 1 if a check fails."""
+    """Serves random requests as the command line says; returns 1 if a check fails."""
     tokenizer = ByteTokenizer()
     if options.dtype == "float32":
         # GPUs and TPUs round the factors of float32 products unless told otherwise, each program in its own way.

@@ -164,10 +164,10 @@ def relative_error(got: jax.Array, want: jax.Array) -> jax.Array:
     return jnp.linalg.norm(got.astype(jnp.float32) - want) / jnp.linalg.norm(want)
 
 
-def check(product: str, which: str, name: str, results: Any, wanted: tuple[jax.Array, ...]) -> None:
+def check(product: str, which: str, name: str, results: Any, references: tuple[jax.Array, ...]) -> None:
     """Prints the largest error of a side's results, and stops where it is too large."""
     found = results if isinstance(results, tuple) else (results,)
-    error = max(float(relative_error(*pair)) for pair in zip(found, wanted[: len(found)], strict=True))
+    error = max(float(relative_error(*pair)) for pair in zip(found, references[: len(found)], strict=True))
     print(f"<!-- {product}, {which}, {name}: relative error {error:.1e} -->", flush=True)
     assert error < TOLERANCE, name
 
@@ -176,7 +176,7 @@ def measure(product: str, sizes: tuple[int, int, int], mesh: Mesh, rounds: int, 
     """The rows of a product's table; without rounds, checks alone."""
     sides, table = sides_of(product, on_gpu), []
     arrays = arrays_of(product, sizes, mesh)
-    wanted = expected(product, mesh, arrays[False])
+    references = expected(product, mesh, arrays[False])
     for which in ("forward", "gradients"):
         programs: dict[str, Any] = {}
         for name, side in sides.items():
@@ -193,7 +193,7 @@ def measure(product: str, sizes: tuple[int, int, int], mesh: Mesh, rounds: int, 
                 for _ in range(CALLS):
                     jax.block_until_ready(program(*arrays[False]))
                 results = program(*arrays[False])
-                check(product, which, name, results, wanted)
+                check(product, which, name, results, references)
         if rounds:
             table += timed_rows(product, which, sizes, programs, arrays, sides, rounds)
     return table

@@ -152,7 +152,7 @@ def main() -> None:
         __doc__,
         {
             "--check": "a short row on any device, no times",
-            "--fla": "flash-linear-attention's chunk_rwkv7 beside, in the same process",
+            "--fla": "flash-linear-attention's chunk_rwkv7 next to it, in the same process",
         },
     )
     shared.report.print_rows_as_measured(COLUMNS, rows(options))

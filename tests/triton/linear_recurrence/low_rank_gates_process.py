@@ -50,11 +50,11 @@ def wanted_gradients(record, cotangents):
 for gates in ("weak", "harsh"):
     record = record_of(gates)
     chosen = heuristic(record, current_device(), "forward")
-    wanted, _ = reference(record)
+    expected, _ = reference(record)
     results, *_ = jax.jit(lambda record, chosen=chosen: forward(record, chosen))(record)
-    for got, want in zip(results, wanted, strict=True):
+    for got, want in zip(results, expected, strict=True):
         np.testing.assert_allclose(got, want, atol=2e-6, rtol=2e-6)
-    cotangents = tuple(jax.random.normal(jax.random.key(1), x.shape) for x in wanted)
+    cotangents = tuple(jax.random.normal(jax.random.key(1), x.shape) for x in expected)
     # Without residuals, so that the backward pass runs the forward kernels again, and stores what they compute.
     pullback = Pullback(record=record, residuals=(), output=None, cotangent=cotangents, grad_fields=frozenset(FIELDS))
     gradients = jax.jit(lambda pullback, chosen=chosen: backward(pullback, chosen))(pullback)

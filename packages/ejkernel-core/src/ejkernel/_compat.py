@@ -148,15 +148,15 @@ def aval_varying_like(shape: tuple[int, ...], dtype: Any, avals: Any) -> Any:
     """Returns an abstract array that varies over every mesh axis that any of `avals` varies over."""
     from jax.core import ShapedArray
 
-    made: Any = ShapedArray
+    create_shape: Any = ShapedArray
     tracked = next((aval for aval in avals if _is_varying(aval)), None)
     if tracked is None:
-        return made(shape, dtype)
+        return create_shape(shape, dtype)
     kind = getattr(tracked, "manual_axis_type", None)
     spec = jax.sharding.PartitionSpec(*[None] * len(shape))
     sharding = jax.sharding.NamedSharding(tracked.sharding.mesh, spec)
     axes = {"vma": tracked.vma} if kind is None else {"manual_axis_type": kind}
-    return made(shape, dtype, sharding=sharding, **axes)
+    return create_shape(shape, dtype, sharding=sharding, **axes)
 
 
 def _is_varying(aval: Any) -> bool:

@@ -30,8 +30,8 @@ def lowered(collective, devices, params):
     def run(x, y):
         record = record_of(x, y, collective, transpose_y=not gathers)
         output, _ = forward(record, params)
-        wanted = frozenset({"x", "y"})
-        saved = Pullback(record=record, residuals=(), output=output, cotangent=output, grad_fields=wanted)
+        requested = frozenset({"x", "y"})
+        saved = Pullback(record=record, residuals=(), output=output, cotangent=output, grad_fields=requested)
         gradients = backward(saved, params)
         return output, gradients["x"], gradients["y"]
 

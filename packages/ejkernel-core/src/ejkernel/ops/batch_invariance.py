@@ -9,7 +9,7 @@ import jax
 from ejkernel.families.contract import Family
 from ejkernel.ops.model import Implementation
 
-# Part of the key of every jitted function, and made at import, as in `ejkernel.ops.config.policy`.
+# Part of the key of every jitted function, and created at import, as in `ejkernel.ops.config.policy`.
 _invariant_context: Any = jax.make_user_context(False)
 
 GRADIENTS_NOTE = (

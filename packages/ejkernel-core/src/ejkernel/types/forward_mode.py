@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-# Part of the key of every jitted function, and made at import, as in `ejkernel.ops.config.policy`.
+# Part of the key of every jitted function, and created at import, as in `ejkernel.ops.config.policy`.
 _enabled_context: Any = jax.make_user_context(False)
 
 

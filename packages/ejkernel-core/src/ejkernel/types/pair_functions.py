@@ -138,11 +138,11 @@ def score_function(name: str, function: Any, dtype: Any) -> PairFunction | None:
     """
     if function is None or isinstance(function, PairFunction):
         return function
-    made = _traced(name, function, ("score", *INDEX_NAMES), jnp.dtype(dtype))
-    result: Any = made.program.jaxpr.outvars[0].aval
+    traced = _traced(name, function, ("score", *INDEX_NAMES), jnp.dtype(dtype))
+    result: Any = traced.program.jaxpr.outvars[0].aval
     if result.shape or not jnp.issubdtype(result.dtype, jnp.floating):
         raise ValueError(f"{name}: got a function that returns {result.str_short()}, wants a floating scalar")
-    return made
+    return traced
 
 
 def mask_function(name: str, function: Any) -> PairFunction | None:
@@ -159,11 +159,11 @@ def mask_function(name: str, function: Any) -> PairFunction | None:
     """
     if function is None or isinstance(function, PairFunction):
         return function
-    made = _traced(name, function, INDEX_NAMES)
-    result: Any = made.program.jaxpr.outvars[0].aval
+    traced = _traced(name, function, INDEX_NAMES)
+    result: Any = traced.program.jaxpr.outvars[0].aval
     if result.shape or result.dtype != jnp.bool_:
         raise ValueError(f"{name}: got a function that returns {result.str_short()}, wants a bool scalar")
-    return dataclasses.replace(made, captured=tuple(jax.lax.stop_gradient(x) for x in made.captured))
+    return dataclasses.replace(traced, captured=tuple(jax.lax.stop_gradient(x) for x in traced.captured))
 
 
 def _traced(name: str, function: Any, parameters: tuple[str, ...], score: Any = None) -> PairFunction:

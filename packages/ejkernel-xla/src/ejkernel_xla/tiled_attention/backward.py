@@ -73,7 +73,7 @@ def backward(pullback: Pullback, params: ChunkedSoftmax) -> Gradients:
     """Returns gradients of the requested fields of a record.
 
     Args:
-        pullback: Record, residuals, output and its cotangent, and the wanted names, of query, key, value, bias,
+        pullback: Record, residuals, output and its cotangent, and the requested names, of query, key, value, bias,
             relative_bias, score_mod and softmax_aux.
         params: Tile sizes.
 

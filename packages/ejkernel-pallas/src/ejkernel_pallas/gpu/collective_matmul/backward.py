@@ -31,21 +31,22 @@ def backward(pullback: Pullback, params: HopperCollective) -> dict[str, jax.Arra
     """
     record: CollectiveMatmul = pullback.record
     cotangent = pullback.cotangent.astype(record.x.dtype)
-    y_axis, gathers, wanted = 0 if record.transpose_y else 1, record.collective == "all_gather", pullback.grad_fields
+    y_axis, gathers = 0 if record.transpose_y else 1, record.collective == "all_gather"
+    requested = pullback.grad_fields
     spec = make_spec(record, params, cotangent, y_axis, gathers=not gathers)
     gradients: dict[str, jax.Array] = {}
     if gathers:
-        if "x" in wanted:
+        if "x" in requested:
             gradients["x"] = multiply_and_scatter(spec, cotangent, record.y)
-        if "y" in wanted:
+        if "y" in requested:
             gradients["y"] = _y_gradient(record, gather_rows(spec, record.x), cotangent)
         return gradients
-    if "x" in wanted:
+    if "x" in requested:
         # The product of x's gradient gathers the rows that y's gradient needs.
         gradients["x"], cotangents = gather_and_multiply(spec, cotangent, record.y, keeps_rows=True)
     else:
         cotangents = gather_rows(spec, cotangent)
-    if "y" in wanted:
+    if "y" in requested:
         gradients["y"] = _y_gradient(record, cotangents, record.x)
     return gradients
 
