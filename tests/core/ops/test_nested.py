@@ -9,7 +9,17 @@ import private_residuals
 import pytest
 import toy
 
-from ejkernel.ops import NoImplementationError, Pullback
+from ejkernel.ops import (
+    NoImplementationError,
+    Pullback,
+    batch_invariant,
+    forward_mode,
+    isolate_sequences,
+    nested,
+    registry,
+    second_derivatives,
+)
+from ejkernel.ops.call import default_chain, make_plan
 from ejkernel.ops.nested import dispatched_backward, dispatched_forward
 
 
@@ -49,3 +59,34 @@ def test_a_nested_call_with_only_paired_implementations_raises_with_refusals(use
 
     with pytest.raises(NoImplementationError, match="paired, and the passes of this call are chosen apart"):
         passes(x)
+
+
+@pytest.mark.parametrize("policy", [isolate_sequences, second_derivatives, batch_invariant, forward_mode])
+def test_the_plan_of_a_nested_call_carries_every_policy_of_the_block(plain, x, policy, monkeypatch):
+    plans = []
+    monkeypatch.setattr(nested.CallPlan, "choose_implementation", lambda plan, *_: plans.append(plan))
+    args = toy.OP.arguments(x=x)
+    with policy(), pytest.raises(AttributeError):  # no implementation was chosen
+        dispatched_forward("toy", toy.OP.lower(args))
+    with policy():
+        assert plans == [make_plan(toy.OP, args, None, None, default_chain())]
+    assert plans != [make_plan(toy.OP, args, None, None, default_chain())]
+
+
+def test_nested_calls_isolate_sequences_in_a_block():
+    op, x = registry().op("flash_attention"), jax.random.normal(jax.random.key(0), (1, 8, 1, 16))
+
+    def second_sequence(value):
+        args, _ = op.bind((x, x, value), {"cum_seqlens_q": jnp.array([0, 5, 8])})
+        output, _ = dispatched_forward("flash_attention", op.lower(args))
+        return output[:, 5:]
+
+    dirty = x.at[:, :5].set(jnp.nan)
+    with isolate_sequences():
+        np.testing.assert_array_equal(second_sequence(x), second_sequence(dirty))
+    assert jnp.isnan(second_sequence(dirty)).any()
+
+
+def test_nested_calls_refuse_implementations_without_invariance_in_a_block(plain, x):
+    with batch_invariant(), pytest.raises(NoImplementationError, match="batch_invariant: its rows may depend on batch"):
+        dispatched_forward("toy", toy.OP.lower(toy.OP.arguments(x=x)))

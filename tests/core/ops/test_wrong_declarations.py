@@ -82,3 +82,8 @@ def test_modules_with_star_imports_or_missing_toolchains_pass_the_name_check(tmp
     assert object_path_error("starred_source:anything") is None
     assert object_path_error("needs_toolchain.kernels:anything") is None
     assert object_path_error("math:cos") is None
+
+
+def test_fields_that_a_block_fixes_are_fields_of_the_configuration():
+    with pytest.raises(ValueError, match="fixed_if_invariant: TokenTiles has no field chunk"):
+        dataclasses.replace(GOOD.config, fixed_if_invariant=("chunk",))

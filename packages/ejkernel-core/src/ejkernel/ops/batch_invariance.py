@@ -1,16 +1,14 @@
 """The policy under which the result of a row does not depend on what else is in the call."""
 
-import contextlib
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
-
-import jax
 
 from ejkernel.families.contract import Family
 from ejkernel.ops.model import Implementation
+from ejkernel.types.block_policy import BlockPolicy
 
-# Part of the key of every jitted function, and created at import, as in `ejkernel.ops.config.policy`.
-_invariant_context: Any = jax.make_user_context(False)
+_policy = BlockPolicy()
 
 GRADIENTS_NOTE = (
     "batch_invariant: the bits of a row of the output do not depend on the rest of the call; those of gradients may"
@@ -18,8 +16,7 @@ GRADIENTS_NOTE = (
 """The sentence of `explain` for a call in a `batch_invariant` block."""
 
 
-@contextlib.contextmanager
-def batch_invariant() -> Generator[None]:
+def batch_invariant() -> AbstractContextManager[None]:
     """Makes the bits of a row independent of what else is in the call, for the calls traced inside of the block.
 
     The same row gives the same bits, on one device and with one version of the toolchain, alone or in any batch, with
@@ -44,13 +41,12 @@ def batch_invariant() -> Generator[None]:
         assert (together[1:2] == alone).all()
         ```
     """
-    with _invariant_context(True):
-        yield
+    return _policy.block()
 
 
 def is_batch_invariant() -> bool:
     """Returns whether a `batch_invariant` block is active."""
-    return _invariant_context.value
+    return _policy.is_on
 
 
 def invariance_refusals(family: Family, implementation: Implementation, record: Any) -> Iterator[str]:

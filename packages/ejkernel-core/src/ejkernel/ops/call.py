@@ -11,7 +11,8 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ejkernel import _compat
 from ejkernel.ops import recording, tuning, values
-from ejkernel.ops.batch_invariance import GRADIENTS_NOTE, is_batch_invariant
+from ejkernel.ops.active_policies import active_policies
+from ejkernel.ops.batch_invariance import GRADIENTS_NOTE
 from ejkernel.ops.callers import caller_arguments, caller_platform, nested_call_notes
 from ejkernel.ops.config.chain import ConfigSelectorChain
 from ejkernel.ops.config.persistent import PersistentCache
@@ -19,16 +20,14 @@ from ejkernel.ops.config.tuner import Tuner
 from ejkernel.ops.device import DeviceInfo, current_device
 from ejkernel.ops.dispatch import Decision
 from ejkernel.ops.grad import CallPlan, differentiable_call
-from ejkernel.ops.isolation import NOT_ISOLATED_NOTE, are_sequences_isolated
+from ejkernel.ops.isolation import NOT_ISOLATED_NOTE
 from ejkernel.ops.model import CALL_OPTIONS, Op
 from ejkernel.ops.params import BaseOperationConfig, Platform
 from ejkernel.ops.plugins import registry
-from ejkernel.ops.second import second_derivatives_enabled
 from ejkernel.ops.sharding import record_on_shard, run_sharded, specs_from_array_types
 from ejkernel.ops.suspicions import suspicious_argument_warnings
 from ejkernel.ops.tangents import forward_mode_note
 from ejkernel.types.arguments import array_fields
-from ejkernel.types.forward_mode import is_forward_mode_enabled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,10 +115,7 @@ def make_plan(op: Op, args: Any, platform: str | None, cfg: Any, chain: ConfigSe
         cfg=cfg,
         chain=chain,
         returns_lse=op.returns_residual_lse(args),
-        differentiable_twice=second_derivatives_enabled(),
-        isolates_sequences=are_sequences_isolated() or is_batch_invariant(),
-        batch_invariant=is_batch_invariant(),
-        forward_mode=is_forward_mode_enabled(),
+        **active_policies(),
     )
 
 

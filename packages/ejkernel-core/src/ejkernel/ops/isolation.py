@@ -1,13 +1,10 @@
 """The policy that keeps NaN and infinities of one sequence from other sequences in the same tile of attention."""
 
-import contextlib
-from collections.abc import Generator
-from typing import Any
+from contextlib import AbstractContextManager
 
-import jax
+from ejkernel.types.block_policy import BlockPolicy
 
-# Part of the key of every jitted function, and made at import, as in `ejkernel.ops.config.policy`.
-_isolated_context: Any = jax.make_user_context(False)
+_policy = BlockPolicy()
 
 NOT_ISOLATED_NOTE = (
     "a NaN or infinity of one sequence may reach sequences that share a tile with it; to keep it where it is, at the "
@@ -16,8 +13,7 @@ NOT_ISOLATED_NOTE = (
 """The sentence of `explain` for a call of packed attention outside of an `isolate_sequences` block."""
 
 
-@contextlib.contextmanager
-def isolate_sequences() -> Generator[None]:
+def isolate_sequences() -> AbstractContextManager[None]:
     """Keeps sequences apart that share tiles of attention, in the calls traced inside of the block.
 
     Dense attention with segment ids or cumulative lengths multiplies weights of 0 with rows of other sequences, and
@@ -38,10 +34,9 @@ def isolate_sequences() -> Generator[None]:
         assert jnp.isfinite(output[:, 5:]).all()
         ```
     """
-    with _isolated_context(True):
-        yield
+    return _policy.block()
 
 
 def are_sequences_isolated() -> bool:
     """Returns whether an `isolate_sequences` block is around."""
-    return _isolated_context.value
+    return _policy.is_on

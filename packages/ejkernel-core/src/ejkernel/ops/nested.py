@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from ejkernel.errors import NoImplementationError
-from ejkernel.ops.batch_invariance import is_batch_invariant
+from ejkernel.ops.active_policies import active_policies
 from ejkernel.ops.call import default_chain
 from ejkernel.ops.callers import caller_platform, nested_call_notes
 from ejkernel.ops.device import current_device
@@ -81,5 +81,5 @@ def _plan_of_nested_call(op: str, platform: str = "auto") -> CallPlan:
         platform=platform,
         cfg=None,
         chain=default_chain(),
-        batch_invariant=is_batch_invariant(),
+        **active_policies(),
     )

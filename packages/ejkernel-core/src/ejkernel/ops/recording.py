@@ -1,19 +1,20 @@
 """Records the calls that are traced, so that they can be tuned afterwards."""
 
-import contextlib
 import dataclasses
 import warnings
-from collections.abc import Generator, Hashable
+from collections.abc import Hashable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 
 from ejkernel.ops.config.key import signature
+from ejkernel.types.block_policy import BlockPolicy
 
 MAX_RECORDED_CALLS = 4096  # distinct calls; a program with more has varying shapes, and tuning each would not pay
 
 # Part of the key of every jitted function, so that a call compiled earlier is traced, and so recorded, again.
-_recording_context: Any = jax.make_user_context(False)
+_policy = BlockPolicy()
 _recorded_calls: dict[Hashable, "RecordedCall"] = {}
 
 
@@ -43,16 +44,14 @@ class RecordedCall:
         return self.plan, self.mesh, self.in_specs, signature(self.args)
 
 
-@contextlib.contextmanager
-def record_calls() -> Generator[None]:
+def record_calls() -> AbstractContextManager[None]:
     """Records the calls traced inside the block; see `get_recorded` and `autotune_recorded`."""
-    with _recording_context(True):
-        yield
+    return _policy.block()
 
 
 def record_call(plan: Any, args: Any, mesh: Any = None, in_specs: Any = None) -> None:
     """Records a call if recording is on, or if the policy would tune the call but the call is traced."""
-    if not (_recording_context.value or (plan.tunes_on_miss and _leaves_fields_unset(plan.cfg))):
+    if not (_policy.is_on or (plan.tunes_on_miss and _leaves_fields_unset(plan.cfg))):
         return
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.dtypes.result_type(x)), args)
     call = RecordedCall(dataclasses.replace(plan, cfg=None), abstract, mesh, in_specs)

@@ -8,10 +8,10 @@ so `jax.hessian` needs no block there.
 The block is not the rule because its passes have to keep all of their inputs, of which most kernels read a part.
 """
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -21,16 +21,15 @@ import numpy as np
 from ejkernel.families.contract import Family
 from ejkernel.ops.model import Implementation
 from ejkernel.promotion import with_standard_promotion
+from ejkernel.types.block_policy import BlockPolicy
 from ejkernel.types.pullback import ForwardResults, Pullback
 
 Run = Callable[[Any], Any]
 
-# Part of the key of every jitted function, and made at import, as in `ejkernel.ops.config.policy`.
-_enabled_context: Any = jax.make_user_context(False)
+_policy = BlockPolicy()
 
 
-@contextlib.contextmanager
-def second_derivatives() -> Generator[None]:
+def second_derivatives() -> AbstractContextManager[None]:
     """Lets gradients of the calls traced inside of the block be differentiated again, in any mode, as often as wanted.
 
     First derivatives are those of the chosen kernels. Those of gradients are of the reference of the operation's
@@ -52,13 +51,12 @@ def second_derivatives() -> Generator[None]:
         assert curvature.shape == x.shape
         ```
     """
-    with _enabled_context(True):
-        yield
+    return _policy.block()
 
 
 def second_derivatives_enabled() -> bool:
     """Returns whether a `second_derivatives` block is around."""
-    return _enabled_context.value
+    return _policy.is_on
 
 
 def run_refusing_derivatives(op: str, implementation: Implementation, run: Run, argument: Any) -> Any:

@@ -53,6 +53,7 @@ class ConfigSpace:
         batch_invariant: (record, device, direction) -> complete configuration part of calls in a `batch_invariant`
             block. It may read dtypes and sizes of heads and of the model, but no size that depends on the batch. None
             if the implementation claims no invariance, or has nothing to choose.
+        fixed_if_invariant: Fields of `forward` that this rule alone decides in such a block: no part replaces them.
         public_fields: Public configuration field -> field of the kernel's own types that has its value, or all that
             have it; `"dkv.block_q"` is a field of a field. What a type does not have is left out.
     """
@@ -63,9 +64,15 @@ class ConfigSpace:
     kind: Callable[[Any], str | None] = _no_call_kind
     backward: type | None = None
     batch_invariant: Callable[[Any, DeviceInfo, Direction], Any] | None = None
+    fixed_if_invariant: tuple[str, ...] = ()
     public_fields: Mapping[str, str | tuple[str, ...]] = dataclasses.field(
         default_factory=dict[str, str | tuple[str, ...]], hash=False
     )
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.fixed_if_invariant) - {field.name for field in dataclasses.fields(self.forward)})
+        if unknown:
+            raise ValueError(f"fixed_if_invariant: {self.forward.__name__} has no field {', '.join(unknown)}")
 
     @classmethod
     def of(
@@ -75,6 +82,7 @@ class ConfigSpace:
         forward: type,
         backward: type | None = None,
         kind: Callable[[Any], str | None] = _no_call_kind,
+        fixed_if_invariant: tuple[str, ...] = (),
     ) -> "ConfigSpace":
         """Returns the configurations of a kernel directory, whose module `config` has the rules and public fields.
 
@@ -85,6 +93,7 @@ class ConfigSpace:
             forward: As the attribute.
             backward: As the attribute.
             kind: As the attribute.
+            fixed_if_invariant: As the attribute.
         """
         return cls(
             heuristic=config.heuristic,
@@ -93,6 +102,7 @@ class ConfigSpace:
             kind=kind,
             backward=backward,
             batch_invariant=getattr(config, "batch_invariant", None),
+            fixed_if_invariant=fixed_if_invariant,
             public_fields=config.PUBLIC_FIELDS,
         )
 

@@ -5,9 +5,9 @@ argument. Values that are traced cannot be read. In a `check_values()` block the
 traced program, as `jax.experimental.checkify.check`.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import _compat
+from ejkernel.types.block_policy import BlockPolicy
 from ejkernel.types.integers import clamp_to_int32
 
-# Part of the key of every jitted function, and made at import, as in `ejkernel.ops.config.policy`.
-_checked: Any = jax.make_user_context(False)
+_policy = BlockPolicy()
 _READABLE_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 
 
@@ -44,8 +44,7 @@ class Condition:
 Conditions = Callable[[Any], Iterable[Condition]]
 
 
-@contextlib.contextmanager
-def check_values() -> Generator[None]:
+def check_values() -> AbstractContextManager[None]:
     """Lets the calls traced inside of the block check the values of their lengths, starts, counts and tables.
 
     The checks are those of calls whose values can be read, as `jax.experimental.checkify.check`: transform the function
@@ -69,8 +68,7 @@ def check_values() -> Generator[None]:
         assert "cum_seqlens_q: got [0 5 9]" in error.get()
         ```
     """
-    with _checked(True):
-        yield
+    return _policy.block()
 
 
 def check(conditions: Conditions | None, args: Any, validate: Callable[[Any], object] | None = None) -> None:
@@ -97,7 +95,7 @@ def check(conditions: Conditions | None, args: Any, validate: Callable[[Any], ob
         if readable.keys() >= set(map(id, condition.arrays)):
             if not condition.is_checked_by_record:
                 _check_now(condition, [_host_values(host, array) for array in condition.arrays], args, validate)
-        elif _checked.value and any(map(_compat.is_tracer, condition.arrays)):
+        elif _policy.is_on and any(map(_compat.is_tracer, condition.arrays)):
             _check_at_run_time(condition)
 
 

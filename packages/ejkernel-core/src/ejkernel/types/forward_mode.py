@@ -1,18 +1,16 @@
 """The policy that makes calls differentiable in forward mode."""
 
-import contextlib
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
-import jax
+from ejkernel.types.block_policy import BlockPolicy
 
-# Part of the key of every jitted function, and created at import, as in `ejkernel.ops.config.policy`.
-_enabled_context: Any = jax.make_user_context(False)
+_policy = BlockPolicy()
 
 
-@contextlib.contextmanager
-def forward_mode() -> Generator[None]:
+def forward_mode() -> AbstractContextManager[None]:
     """Makes the calls that are traced in the block differentiable by `jax.jvp` and `jax.linearize`.
 
     XLA computes tangents and output in one pass, in the memory of a forward pass; `explain` says by which function.
@@ -31,13 +29,12 @@ def forward_mode() -> Generator[None]:
         assert output.shape == tangent.shape == x.shape
         ```
     """
-    with _enabled_context(True):
-        yield
+    return _policy.block()
 
 
 def is_forward_mode_enabled() -> bool:
     """Returns whether a `forward_mode` block is active."""
-    return _enabled_context.value
+    return _policy.is_on
 
 
 def reverse_rule(rule: Any) -> Any:

@@ -9,7 +9,7 @@ IMPLEMENTATIONS = (
     xla_implementation(
         FAMILY,
         dtypes=FLOAT_DTYPES | {"float8_e4m3fn", "float8_e5m2"},
-        config=ConfigSpace.of(config, forward=config.RowTiles),
+        config=ConfigSpace.of(config, forward=config.RowTiles, fixed_if_invariant=("batch_invariant",)),
         invariant_to=frozenset({"batch"}),
     ),
 )

@@ -9,7 +9,7 @@ IMPLEMENTATIONS = (
     xla_implementation(
         FAMILY,
         backward=False,
-        config=ConfigSpace.of(config, forward=config.PagedTiles),
+        config=ConfigSpace.of(config, forward=config.PagedTiles, fixed_if_invariant=("batch_invariant",)),
         invariant_to=frozenset({"batch", "padding", "chunking", "pages"}),
     ),
 )

@@ -11,7 +11,7 @@ IMPLEMENTATIONS = (
         FAMILY,
         handles={*optional_fields(FAMILY.record), "lse_cotangent"},
         forward_mode="ejkernel_xla.tiled_attention.forward_mode:forward_mode",
-        config=ConfigSpace.of(config, forward=config.ChunkedSoftmax),
+        config=ConfigSpace.of(config, forward=config.ChunkedSoftmax, fixed_if_invariant=("batch_invariant",)),
         invariant_to=frozenset({"batch", "padding", "packing", "chunking"}),
         invariance_limits=config.invariance_limits,
     ),

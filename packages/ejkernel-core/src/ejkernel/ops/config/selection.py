@@ -77,13 +77,12 @@ class Request:
     def complete_with_heuristic(self, part: Any) -> Any:
         """Returns `part` in the kernel's own fields, with unset fields filled by the implementation's heuristic.
 
-        In a `batch_invariant` block, a part of the kernel's own type stays invariant whatever its field says.
+        In a `batch_invariant` block, the fields `ConfigSpace.fixed_if_invariant` are the rule's, whatever `part` says.
         """
         rule = self.heuristic()
         completed = self.implementation.config.complete_part(rule, part, self.direction)
-        if self.batch_invariant and hasattr(rule, "batch_invariant"):
-            return dataclasses.replace(completed, batch_invariant=rule.batch_invariant)
-        return completed
+        fixed = self.implementation.config.fixed_if_invariant if self.batch_invariant else ()
+        return dataclasses.replace(completed, **{name: getattr(rule, name) for name in fixed})
 
     def operations_of_family(self) -> tuple[Op, ...]:
         """Returns the operation and, after it, the other operations of its family."""
