@@ -131,8 +131,8 @@ def test_one_packed_sequence_may_not_have_many_tokens():
 
 @pytest.mark.parametrize(("fields", "op"), [(("gate",), "recurrent_attention"), (("beta",), "gated_delta_rule")])
 def test_decode_steps_have_priority_over_chunked_kernels(fields, op):
-    found = registry().implementations[op]
-    order = sorted((i for i in found if i.platform in ("xla", "triton")), key=lambda i: -i.priority)
+    found = [i for i in registry().implementations[op] if i.platform in ("xla", "triton")]
+    order = sorted(found, key=lambda i: i.priority_for(record_of(*fields), H200), reverse=True)
     assert order[0].name == "triton_decode"
     for tokens, refused in ((1, False), (8, False), (9, True)):
         said = reasons(record_of(*fields, tokens=tokens), op)

@@ -34,6 +34,10 @@ class ConfigModule(Protocol):
         ...
 
 
+BATCH_INVARIANT_FIELD = "batch_invariant"
+"""A field of kernels' configuration types that is true in a `batch_invariant` block, and that callers do not set."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ConfigSpace:
     """The configurations of an implementation.
@@ -165,6 +169,8 @@ class ConfigSpace:
         public_type = config.part_types.get(direction, config)
         has = {field.name for field in dataclasses.fields(public_type)}
         values, shown, expressed = specified_leaf_fields(part), dict[str, Any](), set[str]()
+        if not values.get(BATCH_INVARIANT_FIELD):
+            values.pop(BATCH_INVARIANT_FIELD, None)
         for name, fields in self._public_fields(direction).items():
             choices = {values[field] for field in fields if field in values}
             if name in has and len(choices) == 1 and not expressed.issuperset(fields):

@@ -28,7 +28,6 @@ from ejkernel.ops.checkpoint_names import name_results
 from ejkernel.ops.dispatch import Choice
 from ejkernel.ops.linear_maps import FirstOrder, Leaves, SecondOrder, is_floating, replaced
 from ejkernel.ops.second import run_refusing_derivatives
-from ejkernel.ops.tangent_primitives import bind_results_and_tangents
 from ejkernel.promotion import with_standard_promotion
 from ejkernel.types.forward_mode import forward_mode
 from ejkernel.types.pullback import ForwardResults, Pullback, tracing_differentiated_call
@@ -64,6 +63,9 @@ def _results_jvp(
     _check_fields(plan, call.fields(record))
     call = dataclasses.replace(call, config=_paired_config(plan, record, call.fields(record)))
     shapes = jax.eval_shape(lambda record: plan.forward(record)[:2], record)
+    # Pallas comes with `jax.extend`; only forward mode imports it.
+    from ejkernel.ops.tangent_primitives import bind_results_and_tangents
+
     leaves, changes = bind_results_and_tangents(call, xs, [vs[i] for i in moved], jax.tree.leaves(shapes))
     results = ForwardResults(*jax.tree.unflatten(jax.tree.structure(shapes), leaves))
     remaining = iter(changes)

@@ -11,14 +11,16 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from ejkernel.types.arguments import arguments, static
+
+if TYPE_CHECKING:  # `jax.extend` imports Pallas, which calls without these functions have no use for
+    from jax.extend.core import Jaxpr
 
 INDEX_NAMES = ("b", "h", "q_idx", "k_idx")
 """The integer arguments of the functions, in order: batch row, query head, query and key, by index in the call."""
@@ -33,7 +35,7 @@ class PairProgram:
             if it has one, and the four indices.
     """
 
-    jaxpr: Jaxpr
+    jaxpr: "Jaxpr"
 
     @functools.cached_property
     def key(self) -> Hashable:
@@ -86,9 +88,9 @@ class PairProgram:
     def _depends_on(self, variable: Any) -> bool:
         reached = {variable}
         for eqn in self.jaxpr.eqns:
-            if any(not isinstance(x, Literal) and x in reached for x in eqn.invars):
+            if any(not _is_literal(x) and x in reached for x in eqn.invars):
                 reached.update(eqn.outvars)
-        return any(not isinstance(x, Literal) and x in reached for x in self.jaxpr.outvars)
+        return any(not _is_literal(x) and x in reached for x in self.jaxpr.outvars)
 
 
 @arguments
@@ -205,18 +207,30 @@ def _is_wider(x: Any, variable: Any) -> bool:
     return _is_narrow(variable.aval.dtype) and x.dtype == jnp.float32
 
 
-def _has_inner_functions(jaxpr: Jaxpr) -> bool:
+def _is_literal(x: Any) -> bool:
+    from jax.extend.core import Literal
+
+    return isinstance(x, Literal)
+
+
+def _is_jaxpr(value: Any) -> bool:
+    from jax.extend.core import ClosedJaxpr, Jaxpr
+
+    return isinstance(value, ClosedJaxpr | Jaxpr)
+
+
+def _has_inner_functions(jaxpr: "Jaxpr") -> bool:
     """Returns whether an operation of a jaxpr has an inner jaxpr of fixed dtypes; those of `jit` are inlined."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "jit":
             if _has_inner_functions(eqn.params["jaxpr"].jaxpr):
                 return True
-        elif any(isinstance(x, ClosedJaxpr | Jaxpr) for x in jax.tree.leaves(list(eqn.params.values()))):
+        elif any(_is_jaxpr(x) for x in jax.tree.leaves(list(eqn.params.values()))):
             return True
     return False
 
 
-def _evaluate(jaxpr: Jaxpr, values: list[Any]) -> list[Any]:
+def _evaluate(jaxpr: "Jaxpr", values: list[Any]) -> list[Any]:
     """Returns the results of a jaxpr, given its constants and inputs.
 
     Operations run under the current mesh. JAX's own evaluation would use the mesh of the trace instead, whose axes are
@@ -225,7 +239,7 @@ def _evaluate(jaxpr: Jaxpr, values: list[Any]) -> list[Any]:
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), values, strict=True))
 
     def read(x: Any) -> Any:
-        return x.val if isinstance(x, Literal) else known[x]
+        return x.val if _is_literal(x) else known[x]
 
     for eqn in jaxpr.eqns:
         inputs, primitive = list(map(read, eqn.invars)), eqn.primitive
@@ -251,12 +265,12 @@ def _call_elementwise(function: Callable[..., jax.Array], arrays: tuple[jax.Arra
     return inner(*arrays)[None] if all(axis is None for axis in axes) else jax.vmap(inner, in_axes=axes)(*arrays)
 
 
-def _jaxpr_key(jaxpr: Jaxpr) -> Hashable:
+def _jaxpr_key(jaxpr: "Jaxpr") -> Hashable:
     """Returns a key that is equal for jaxprs that compute the same; variables are numbered in order of first use."""
     numbers: dict[Any, int] = {}
 
     def place(x: Any) -> Hashable:
-        if isinstance(x, Literal):
+        if _is_literal(x):
             return str(x.aval), _value_key(np.asarray(x.val))
         return numbers.setdefault(x, len(numbers))
 
@@ -288,10 +302,9 @@ class _SameObject:
 
 def _value_key(value: Any) -> Hashable:
     """Returns a key of a parameter of an operation; a value that cannot be compared is equal only to itself."""
-    if isinstance(value, ClosedJaxpr):
-        return _jaxpr_key(value.jaxpr), tuple(map(_SameObject, value.consts))
-    if isinstance(value, Jaxpr):
-        return _jaxpr_key(value)
+    if _is_jaxpr(value):
+        constants = tuple(map(_SameObject, getattr(value, "consts", ())))
+        return _jaxpr_key(getattr(value, "jaxpr", value)), constants
     if isinstance(value, np.ndarray):
         return str(value.dtype), value.shape, value.tobytes() if value.dtype != object else _SameObject(value)
     if isinstance(value, tuple | list):

@@ -9,7 +9,7 @@ from ejkernel_xla.registration import xla_implementation
 IMPLEMENTATIONS = (
     xla_implementation(
         FAMILY,
-        gradients=set(FAMILY.differentiable) - {"relative_bias"},
+        gradients=set(FAMILY.differentiable) - {"relative_bias", "score_mod"},
         handles=MASK_FIELDS | SOFTMAX_FIELDS | DROPOUT_FIELDS | {"bias", "logits_dtype"},
         config=ConfigSpace.of(config, forward=config.WeightRows),
     ),

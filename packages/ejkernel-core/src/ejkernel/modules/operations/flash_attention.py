@@ -181,7 +181,7 @@ def pair_functions(score_mod: Any, mask_mod: Any, query: Any) -> dict[str, PairF
     Raises:
         ValueError: A function does not have the documented parameters or result.
     """
-    scores = jnp.promote_types(getattr(query, "dtype", jnp.float32), jnp.float32)
+    scores = jnp.float64 if getattr(query, "dtype", None) == jnp.float64 else jnp.float32
     return {
         "score_mod": score_function("score_mod", score_mod, scores),
         "mask_mod": mask_function("mask_mod", mask_mod),
