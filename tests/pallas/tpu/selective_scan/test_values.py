@@ -10,9 +10,10 @@ from tpu_races import found
 from tpu_records import interpreted, simulated
 
 from ejkernel.families.selective_scan import SelectiveScan, reference
+from ejkernel.ops.device import DeviceInfo
 from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.selective_scan.backward import backward
-from ejkernel_pallas.tpu.selective_scan.config import TpuScan
+from ejkernel_pallas.tpu.selective_scan.config import TpuScan, heuristic
 from ejkernel_pallas.tpu.selective_scan.forward import forward
 
 FIELDS = ("x", "step", "decay", "write", "read", "skip", "initial_state")
@@ -128,3 +129,13 @@ def test_no_races():
 def test_invalid_configurations_are_refused(field, value):
     with pytest.raises(ValueError, match=field):
         TpuScan(**{"block_channels": 1024, "unroll": 8, field: value})
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind", "slots", "channels_per_step"),
+    [(1, "TPU v5", None, 1024), (2, "TPU v5", None, 2048), (1, "TPU v5 lite", None, 2048), (1, "TPU v5", [0], 1024)],
+)
+def test_one_row_fills_both_cores(rows, kind, slots, channels_per_step):
+    made = record((rows, 8, 2048, 1), slots=slots)
+    device = DeviceInfo(platform="tpu", vendor="google", kind=kind)
+    assert heuristic(made, device, "forward").block_channels == channels_per_step

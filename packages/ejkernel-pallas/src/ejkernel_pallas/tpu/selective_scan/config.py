@@ -6,6 +6,7 @@ from typing import Any
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.selective_scan import SelectiveScan
 from ejkernel.ops.params import Direction
+from ejkernel_pallas.tpu.generations import num_cores
 from ejkernel_pallas.tpu.interpret import is_interpreting
 
 CHANNELS_PER_GROUP = 1024
@@ -49,10 +50,13 @@ PUBLIC_FIELDS = {"block_d": "block_channels"}
 def heuristic(record: SelectiveScan, device: Any, direction: Direction) -> TpuScan:
     """Returns the configuration for a record. It is not measured: the profile predicts it as the fastest on v5e."""
     # A grid step that updates a slot takes 0.3 us plus the time of its channels, so it has as many as fit VMEM.
-    groups_per_step = 2 if record.state_slots is None or direction == "backward" else MAX_CHANNEL_GROUPS
+    in_slots = record.state_slots is not None and direction == "forward"
+    groups_per_step = MAX_CHANNEL_GROUPS if in_slots else 2
+    # Rows and tiles of channels are what cores share; slots are updated for one row.
+    cores = num_cores(device) if in_slots or record.x.shape[0] < num_cores(device) else 1
     # An interpreter gains nothing from long code, and takes long to compile it.
     return TpuScan(
-        block_channels=min(groups_per_step, _num_channel_groups(record)) * CHANNELS_PER_GROUP,
+        block_channels=min(groups_per_step, max(1, _num_channel_groups(record) // cores)) * CHANNELS_PER_GROUP,
         unroll=1 if is_interpreting() else 8,
     )
 
