@@ -10,6 +10,7 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu  # noqa: TID251
 
 from ejkernel.families.tiled_attention import TiledAttention, reference
+from ejkernel.types.pair_functions import mask_function, score_function
 from ejkernel.types.sparse_masks import ChunkedCausalMask, LocalMask, MultiHeadMask, NumpyMask
 from ejkernel_pallas.tpu.interpret import INTERPRET_VARIABLE
 from ejkernel_pallas.tpu.tiled_attention.config import GradientTile, TpuBackward, TpuForward
@@ -70,6 +71,29 @@ def by_head(queries, keys):
     )
 
 
+def functions(queries, keys, heads):
+    """`score_mod` with arrays by head, query and key, and a `mask_mod` of documents; some queries are in none."""
+    random = np.random.default_rng(11)
+    slopes, biases = (jnp.asarray(random.normal(size=size), jnp.float32) for size in ((heads,), (2, keys)))
+    documents = jnp.asarray(np.sort(random.integers(0, 3, (2, max(queries, keys)))), jnp.int32)
+    score = score_function(
+        "score_mod",
+        lambda s, b, h, q, k: jnp.where(k == q, s, s * (1 + slopes[h]) - 0.01 * jnp.abs(q - k)) + biases[b, k],
+        jnp.float32,
+    )
+    mask = mask_function("mask_mod", lambda b, h, q, k: (documents[b, q] == documents[b, k]) & (q != 3))
+    return {"score_mod": lambda _: score, "mask_mod": lambda _: mask}
+
+
+def causal_function(masked=-jnp.inf):
+    """A `mask_mod` that is a causal mask, and a `score_mod` without arrays that masks some pairs itself."""
+    score = score_function("score_mod", lambda s, b, h, q, k: jnp.where((q - k) % 9 == 1, masked, s), jnp.float32)
+    return {
+        "mask_mod": lambda _: mask_function("mask_mod", lambda b, h, q, k: q - k >= 0),
+        "score_mod": lambda _: score,
+    }
+
+
 LONG = (1, 300, 300, 1, 1, 32, 32)
 CASES = {
     "plain": record((2, 130, 150, 2, 2, 32, 32)),
@@ -100,6 +124,14 @@ CASES = {
         (2, 140, 260, 4, 2, 32, 32), pattern=by_head(140, 260), bias=normal(1, 4, 140, 260), sliding_window=(100, None)
     ),
     "soft cap": record((1, 130, 150, 2, 1, 32, 32), logits_soft_cap=2.0, causal=True),
+    "functions of a shard": record(
+        (1, 140, 150, 2, 1, 32, 32),
+        **functions(160, 160, 3),
+        logits_soft_cap=3.0,
+        bias=normal(1, 2, 140, 1),
+        dropout_origin=jnp.asarray([1, 1, 20, 10], jnp.int32),
+    ),
+    "functions without arrays": record((1, 300, 300, 1, 1, 32, 32), **causal_function()),
     "sinks": record((2, 130, 150, 2, 1, 32, 32), softmax_aux=normal(2), causal=True),
     "sinks alone": record((1, 130, 140, 2, 1, 32, 32), softmax_aux=normal(2), mask=jnp.zeros((1, 1, 130, 140), bool)),
     "values longer": record((1, 130, 150, 2, 1, 32, 192), causal=True),
@@ -137,10 +169,10 @@ def answers(made):
     """Output, lse and a cotangent's gradients of every differentiable field, by the family's reference."""
     fields = {
         name: getattr(made, name)
-        for name in ("query", "key", "value", "bias", "softmax_aux")
+        for name in ("query", "key", "value", "bias", "softmax_aux", "score_mod")
         if getattr(made, name) is not None
     }
-    wide = {name: x.astype(jnp.float32) for name, x in fields.items()}
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), fields)
 
     def outcome(fields):
         output, residuals = reference(dataclasses.replace(made, **fields))

@@ -2,10 +2,13 @@
 
 import functools
 
+import jax
+import jax.numpy as jnp
 import pytest
 from tpu_chips import CHIPS, compiled, shaped
 
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
+from ejkernel.types.pair_functions import mask_function, score_function
 from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.tiled_attention.backward import backward
 from ejkernel_pallas.tpu.tiled_attention.config import GradientTile, TpuBackward, TpuForward
@@ -29,6 +32,15 @@ def plain(b, t, h, hk, d, dtype="bfloat16"):
     )
 
 
+def functions(b, s, h):
+    """`score_mod` with a slope by head and a term by key, `mask_mod` of documents."""
+    slopes, terms, documents = jnp.ones((h,)), jnp.ones((b, s)), jnp.ones((b, s), jnp.int32)
+    score = score_function("score_mod", lambda x, b, h, q, k: x - slopes[h] * jnp.abs(q - k) + terms[b, k], jnp.float32)
+    mask = mask_function("mask_mod", lambda b, h, q, k: (documents[b, q] == documents[b, k]) | (k < 8 * h))
+    made = {"score_mod": score, "mask_mod": mask}
+    return jax.tree.map(lambda x: shaped(x.shape, x.dtype), made)
+
+
 def everything(b, t, s, h, hk, d, dv):
     return TiledAttention(
         query=shaped((b, t, h, d)),
@@ -47,6 +59,7 @@ def everything(b, t, s, h, hk, d, dv):
         causal=True,
         sliding_window=(100, 20),
         logits_soft_cap=30.0,
+        **functions(b, s, h),
     )
 
 
@@ -59,7 +72,9 @@ def gradients(params, wanted, record, output, cotangent, lse):
 def compile_both(record, name, params=(SMALL, SMALL_BACKWARD)):
     """Both passes; their programs."""
     (b, t, h, _), dv = record.query.shape, record.value.shape[3]
-    fields = {x for x in ("query", "key", "value", "bias", "softmax_aux") if getattr(record, x) is not None}
+    fields = {
+        x for x in ("query", "key", "value", "bias", "softmax_aux", "score_mod") if getattr(record, x) is not None
+    }
     output, lse = shaped((b, t, h, dv), record.query.dtype), shaped((b, h, t), "float32")
     there = compiled(lambda record: forward(record, params[0]), (record,), name)
     back = compiled(functools.partial(gradients, params[1], frozenset(fields)), (record, output, output, lse), name)

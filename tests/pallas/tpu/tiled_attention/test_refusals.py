@@ -7,6 +7,7 @@ import pytest
 from ejkernel.families.tiled_attention import FAMILY, TiledAttention
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.dispatch import refusals
+from ejkernel.types.pair_functions import mask_function, score_function
 from ejkernel.types.sparse_masks import CausalMask
 from ejkernel_pallas.tpu.tiled_attention import implementations
 
@@ -18,6 +19,13 @@ def reasons(length=256, size=64, dtype="bfloat16", device=CHIP, **fields):
     array = jax.ShapeDtypeStruct((1, length, 2, size), jnp.dtype(dtype))
     record = TiledAttention(query=array, key=array, value=array, softmax_scale=0.1, **fields)
     return list(refusals(FAMILY, IMPLEMENTATION, record, device, "auto", "forward", frozenset()))
+
+
+TABLE = jnp.zeros((2, 21))
+
+
+def score(function):
+    return {"score_mod": score_function("score_mod", function, jnp.float32)}
 
 
 def test_plain_calls_are_not_refused():
@@ -37,6 +45,27 @@ def test_plain_calls_are_not_refused():
         (
             {"pattern": CausalMask((300, 300))},
             "pattern: pattern of 300 queries has no even parts of 256 queries and 2 heads",
+        ),
+        (
+            score(lambda s, b, h, q, k: s + TABLE[h, jnp.clip(q - k, 0, 20)]),
+            "score_mod: got an array float32[2,21] indexed by query and key together, the kernels index arrays by one "
+            "of them",
+        ),
+        (
+            score(lambda s, b, h, q, k: jax.lax.lgamma(s)),
+            "score_mod: got lgamma of both query and key or of the score, which the kernels do not have",
+        ),
+        (
+            score(lambda s, b, h, q, k: s.astype(jnp.bfloat16) * 2),
+            "score_mod: got values of bfloat16 for pairs, the kernels have float32, int32, bool",
+        ),
+        (
+            score(lambda s, b, h, q, k: sum(((n + 1) * k * TABLE[h, n] for n in range(17)), s)),
+            "score_mod: got 17 values of a head, query or key, the kernels take at most 16",
+        ),
+        (
+            {"mask_mod": mask_function("mask_mod", lambda b, h, q, k: (k < 8 * h) | (k <= q)), "length": 2**19},
+            "query: got 524288 tile pairs, the kernels take at most 131072, which fit scalar memory",
         ),
     ],
 )

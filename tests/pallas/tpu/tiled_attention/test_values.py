@@ -1,5 +1,6 @@
 """The attention kernels' numbers, interpreted, against the family's meaning."""
 
+import functools
 from unittest import mock
 
 import jax
@@ -8,6 +9,7 @@ import pytest
 from tpu_records import BACKWARD, CASES, FORWARD, answers, close, interpreted, record
 
 from ejkernel.ops.device import DeviceInfo, target_device
+from ejkernel.types.pair_functions import mask_function
 from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.tiled_attention import config
 from ejkernel_pallas.tpu.tiled_attention.backward import backward
@@ -30,7 +32,9 @@ WIDE = DeviceInfo(platform="tpu", vendor="google", kind="TPU v6 lite")
 def attend(made, cotangent):
     """Output, residuals and the gradients of all that has one."""
     wanted = frozenset(
-        name for name in ("query", "key", "value", "bias", "softmax_aux") if getattr(made, name) is not None
+        name
+        for name in ("query", "key", "value", "bias", "softmax_aux", "score_mod")
+        if getattr(made, name) is not None
     )
     output, residuals = forward(made, FORWARD)
     pullback = Pullback(record=made, residuals=residuals, output=output, cotangent=cotangent, grad_fields=wanted)
@@ -46,14 +50,25 @@ def check(made):
     close(residuals.lse, lse, made.query.dtype)
     assert found.keys() == gradients.keys()
     for field, wanted in gradients.items():
-        assert found[field].dtype == getattr(made, field).dtype
-        close(found[field], wanted, made.query.dtype)
-        assert jnp.all(jnp.isfinite(found[field])), field
+        arrays, primals = jax.tree.leaves(found[field]), jax.tree.leaves(getattr(made, field))
+        for x, primal, gradient in zip(arrays, primals, jax.tree.leaves(wanted), strict=True):
+            assert x.dtype == primal.dtype
+            close(x, gradient, made.query.dtype)
+            assert jnp.all(jnp.isfinite(x)), field
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(name):
     check(CASES[name])
+
+
+def test_a_mask_function_that_is_a_window_has_the_program_of_that_window():
+    shape, mask = (1, 300, 300, 1, 1, 32, 32), mask_function("mask_mod", lambda b, h, q, k: (q - k < 40) & (k <= q))
+    programs = [
+        str(jax.make_jaxpr(functools.partial(forward, config=FORWARD))(record(shape, **fields)))
+        for fields in ({"mask_mod": lambda _: mask}, {"sliding_window": (39, 0)})
+    ]
+    assert programs[0] == programs[1]
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "bfloat16, padding and sinks"])

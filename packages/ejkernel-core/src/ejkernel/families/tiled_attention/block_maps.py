@@ -1,7 +1,7 @@
 """Block maps of tiled attention: which tiles of scores are full, partial or empty, and lists of those with work.
 
-Band, segments and positions come from `tile_pairs`; a pattern (`ejkernel.types.sparse_masks.Mask`) is cut into tiles
-here, on the host and once for every pattern and tile size:
+Band, segments and positions come from `tile_pairs`, and `mask_mod` from `mask_functions`; a pattern
+(`ejkernel.types.sparse_masks.Mask`) is cut into tiles here, on the host and once for every pattern and tile size:
 
     pattern  -->  some, every   bool [heads, parts, query tiles, key tiles]
                   mask_ids      which tile mask a partial tile has
@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.families.tiled_attention.mask_functions import tiles_of_mask_function
 from ejkernel.families.tiled_attention.record import TiledAttention
 from ejkernel.families.tiled_attention.tile_pairs import TileCut, classify_tile_pairs, tile_cuts
 from ejkernel.types.sparse_masks import Mask, MultiHeadMask, TileSpans
@@ -106,11 +107,16 @@ class BlockLists:
 def block_map(record: TiledAttention, q_block_size: int, kv_block_size: int) -> BlockMap:
     """Returns the block map of a record, as `padding_as_segments` gives it and for which `pattern_refusals` has none.
 
-    Its arrays are NumPy's unless positions, segment ids or a shard's origin are traced.
+    Its arrays are NumPy's unless positions, segment ids, captured arrays of `mask_mod` or a shard's origin are traced.
     """
     some, every, _ = classify_tile_pairs(record, *tile_cuts(record, q_block_size, kv_block_size))
     some, every = some[:, None], every[:, None]
-    reachable = some[:, 0] if isinstance(some, np.ndarray) else np.ones((1, *some.shape[2:]), bool)
+    if record.mask_mod is not None:
+        some_of_function, every_of_function = tiles_of_mask_function(record, (q_block_size, kv_block_size))
+        some, every = some & some_of_function, every & every_of_function
+    reachable = (
+        some.reshape(-1, *some.shape[2:]) if isinstance(some, np.ndarray) else np.ones((1, *some.shape[2:]), bool)
+    )
     if (tiles_of_pattern := pattern_tiles(record, q_block_size, kv_block_size)) is None:
         return BlockMap(any_allowed=some, all_allowed=every, mask_ids=None, tile_masks=None, reachable=reachable)
     return BlockMap(

@@ -9,12 +9,17 @@ from typing import Any
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.tiled_attention import DROPOUT_FIELDS, FAMILY, MASK_FIELDS, SOFTMAX_FIELDS, causal_window_bounds
 from ejkernel.families.tiled_attention.block_maps import pattern_refusals
+from ejkernel.families.tiled_attention.mask_functions import mask_function_as_window
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_pallas.tpu.requirements import make_mosaic_tpu_implementation, tpu_requires
 from ejkernel_pallas.tpu.tiled_attention import config
+from ejkernel_pallas.tpu.tiled_attention.kernels.split_functions import split_function
 
 SUPPORTED_OPTIONAL_FIELDS = (
-    MASK_FIELDS | SOFTMAX_FIELDS | DROPOUT_FIELDS | {"bias", "pattern", "precision", "lse_cotangent"}
+    MASK_FIELDS
+    | SOFTMAX_FIELDS
+    | DROPOUT_FIELDS
+    | {"bias", "pattern", "precision", "lse_cotangent", "score_mod", "mask_mod"}
 )
 """Optional fields that the kernels support."""
 
@@ -27,7 +32,11 @@ MAX_QUERY_TILES = 2**14
 def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     yield from (f"pattern: {reason}" for reason in pattern_refusals(record))
-    yield from _pair_list_refusal_reasons(record)
+    for name in ("score_mod", "mask_mod"):
+        function = getattr(record, name)
+        if function is not None:
+            yield from (f"{name}: {reason}" for reason in split_function(function.program).refusals)
+    yield from _pair_list_refusal_reasons(mask_function_as_window(record))
 
 
 def _pair_list_refusal_reasons(record: Any) -> tuple[str, ...]:
@@ -38,7 +47,11 @@ def _pair_list_refusal_reasons(record: Any) -> tuple[str, ...]:
         (record.q_segment_ids, record.q_positions, record.kv_positions),
     )
     queries, keys = (cdiv(x.shape[1], block) for x in (record.query, record.key))
-    if any(x is not None for x in arrays):
+    if record.mask_mod is not None:
+        read, (batch, _, heads, _) = record.mask_mod.program.inputs_read, record.query.shape
+        pairs = queries * keys * (batch if "b" in read or any(x is not None for x in arrays) else 1)
+        pairs *= heads if "h" in read else 1
+    elif any(x is not None for x in arrays):
         pairs = queries * keys * max(x.shape[0] for x in arrays if x is not None)
     elif left is not None and right is not None:
         pairs = queries * min(keys, (left + right) // block + 2)
@@ -63,6 +76,6 @@ def implementations() -> tuple[Implementation, ...]:
             tpu_requires(
                 head_dims=range(1, 257), supported_fields=SUPPORTED_OPTIONAL_FIELDS, refusal_reasons=_refusal_reasons
             ),
-            fields_without_gradient=frozenset({"relative_bias", "score_mod"}),
+            fields_without_gradient=frozenset({"relative_bias"}),
         ),
     )

@@ -4,7 +4,7 @@ With p = exp(s - lse), do and dlse the cotangents of output and lse, and delta_i
 
     dv_j    = sum_i dropout_ij p_ij do_i
     ds_ij   = p_ij (dropout_ij <do_i, v_j> - delta_i)
-    dbias   = ds through the soft cap
+    dbias   = ds through score_mod and the soft cap; that of an array in score_mod is summed over the pairs that read it
     dq_i    = scale sum_j dbias_ij k_j
     dk_j    = scale sum_i dbias_ij q_i
     dsink_h = -sum_i exp(sink_h - lse_i) delta_i
@@ -12,15 +12,20 @@ With p = exp(s - lse), do and dlse the cotangents of output and lse, and delta_i
 XLA computes delta and the sink's gradient, which are sums over rows.
 """
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from ejkernel.arithmetic import LOG2E
 from ejkernel.families.tiled_attention import TiledAttention, sinks_gradient, subtract_lse_cotangent
+from ejkernel.families.tiled_attention.record import indices_in_call
+from ejkernel.types.pair_functions import PairFunction
 from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.mosaic.launch import Operand, launch
 from ejkernel_pallas.tpu.tiled_attention.config import TpuBackward, backward_blocks
-from ejkernel_pallas.tpu.tiled_attention.kernels.flash_backward_dbias import bias_gradient
+from ejkernel_pallas.tpu.tiled_attention.kernels.flash_backward_dbias import bias_gradient, sum_of_score_gradients
 from ejkernel_pallas.tpu.tiled_attention.kernels.flash_backward_dkv import key_gradients_call
 from ejkernel_pallas.tpu.tiled_attention.kernels.flash_backward_dq import query_gradient_call
 from ejkernel_pallas.tpu.tiled_attention.kernels.operands import (
@@ -30,10 +35,11 @@ from ejkernel_pallas.tpu.tiled_attention.kernels.operands import (
     rows_operand,
     undo_rows_layout,
 )
+from ejkernel_pallas.tpu.tiled_attention.kernels.split_functions import row_values
 from ejkernel_pallas.tpu.tiled_attention.plan import pair_flags, pairs_by_key, pairs_by_query
 from ejkernel_pallas.tpu.tiled_attention.spec import MASKED_SCORE, TiledSpec, TileSizes, make_spec
 
-Gradients = dict[str, jax.Array]
+Gradients = dict[str, Any]
 QueryRows = tuple[jax.Array, jax.Array, jax.Array]
 
 
@@ -66,6 +72,8 @@ def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
         gradients["query"] = _query_gradient(record, query_rows, make_spec(record, by_query))
     if "bias" in grad_fields:
         gradients["bias"] = _bias_gradient(record, query_rows)
+    if "score_mod" in grad_fields:
+        gradients["score_mod"] = _gradients_of_captured_arrays(record, query_rows)
     if "softmax_aux" in grad_fields:
         gradients["softmax_aux"] = sinks_gradient(pullback, products)
     return {name: gradients[name] for name in sorted(grad_fields)}
@@ -122,3 +130,31 @@ def _query_gradient(record: TiledAttention, query_rows: QueryRows, spec: TiledSp
 def _bias_gradient(record: TiledAttention, query_rows: QueryRows) -> jax.Array:
     spec = make_spec(record, TileSizes(256, 256, 256, 256))
     return bias_gradient(record, pair_flags(record, spec), _backward_operands(record, query_rows, spec), spec)
+
+
+def _gradients_of_captured_arrays(record: TiledAttention, query_rows: QueryRows) -> PairFunction:
+    """Returns the gradients of the arrays that `score_mod` closes over, in its place; those of integers are None.
+
+    The kernels sum the gradients of the rows, one row at a time, and XLA differentiates the rows by the arrays.
+    """
+    spec, function = make_spec(record, TileSizes(256, 256, 256, 256)), record.score_mod
+    assert function is not None  # its gradient was requested
+    assert spec.score_mod is not None
+    split, flags, inputs = spec.score_mod, pair_flags(record, spec), _backward_operands(record, query_rows, spec)
+    floating = {n: x for n, x in enumerate(function.captured) if jnp.issubdtype(x.dtype, jnp.floating)}
+    rows = [n for n, row in enumerate(split.rows) if row.has_gradient]
+
+    def values(floating: dict[int, jax.Array]) -> list[jax.Array]:
+        captured = tuple(floating.get(n, x) for n, x in enumerate(function.captured))
+        changed = dataclasses.replace(function, captured=captured)
+        return row_values(changed, [split.rows[n] for n in rows], indices_in_call(record))
+
+    # The sums over queries and keys need the digits of float32.
+    primals, pull = jax.vjp(values, {n: x.astype(jnp.float32) for n, x in floating.items()})
+    cotangents = [
+        sum_of_score_gradients(record, x.shape, flags, inputs, dataclasses.replace(spec, differentiated_row=n))
+        for n, x in zip(rows, primals, strict=True)
+    ]
+    (found,) = pull([x.astype(primal.dtype) for x, primal in zip(cotangents, primals, strict=True)])
+    gradients = [found[n].astype(x.dtype) if n in found else None for n, x in enumerate(function.captured)]
+    return dataclasses.replace(function, captured=tuple(gradients))

@@ -6,6 +6,7 @@ from typing import Any
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.tiled_attention import TiledAttention, causal_window_bounds
 from ejkernel.families.tiled_attention import kinds as attention_kinds
+from ejkernel.families.tiled_attention.mask_functions import mask_function_as_window
 from ejkernel.ops.params import Direction
 from ejkernel_pallas.tpu.generations import has_256_wide_mxu, is_v7x
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
@@ -112,6 +113,7 @@ def heuristic(
         direction: Forward or backward.
         max_head_dim: The largest head dimension for which VMEM has room for large tiles.
     """
+    record = mask_function_as_window(record)
     wide, v7x = has_256_wide_mxu(device.kind), is_v7x(device.kind)
     block = 512 if prefers_small_tiles(record) else 1024
     large = _can_have_large_tiles(record, max_head_dim if wide else LANES)
@@ -128,6 +130,7 @@ def candidates(
     record: TiledAttention, device: Any, direction: Direction
 ) -> tuple[TpuForward, ...] | tuple[TpuBackward, ...]:
     """Returns tile sizes worth measuring for a record on a device."""
+    record = mask_function_as_window(record)
     small, large = (
         (512, 1024)
         if prefers_small_tiles(record) or min(_clamp_tile_size(record, LARGE_TILE_MIN_LENGTH)) < LARGE_TILE_MIN_LENGTH
@@ -146,6 +149,7 @@ def tuned_table_key(record: TiledAttention) -> str | None:
 
     A head of 64 is padded to 128 by the kernels.
     """
+    record = mask_function_as_window(record)
     long = min(record.query.shape[1], record.key.shape[1]) >= LARGE_TILE_MIN_LENGTH
     return attention_kinds.call_kind(record, pad_head_dim) if long else None
 
@@ -162,10 +166,10 @@ def prefers_small_tiles(record: TiledAttention) -> bool:
 
 def _can_have_large_tiles(record: TiledAttention, max_head_dim: int) -> bool:
     """Returns whether there are enough large tiles without a remainder, VMEM has room for them, and there are no
-    segments.
+    segments and functions of pairs.
     """
     (_, queries, _, size), (_, keys, _, value_size) = record.query.shape, record.value.shape
-    arrays = (record.q_segment_ids, record.q_positions, record.kv_positions)
+    arrays = (record.q_segment_ids, record.q_positions, record.kv_positions, record.score_mod, record.mask_mod)
     if prefers_small_tiles(record) or not all(x is None for x in arrays):
         return False
     return (

@@ -19,6 +19,7 @@ from ejkernel.planning import dropout
 from ejkernel.planning.precision import product_precision
 from ejkernel_pallas.tpu.generations import has_256_wide_mxu
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
+from ejkernel_pallas.tpu.tiled_attention.kernels.split_functions import SplitFunction, split_function
 
 MASKED_SCORE = -3e38
 """The smallest score as a power of two: a bias of the smallest finite float32 must stay finite when multiplied by
@@ -62,7 +63,7 @@ class TiledSpec:
         score_is_scaled_product: Whether a score is just a product times a scale; the scale is then a part of
             `log2_scale`.
         log2_scale: Factor on a score that turns its exponential into a power of two.
-        has_bias: Whether a bias may make scores as small as the smallest float32, or -inf.
+        has_bias: Whether a bias or `score_mod` may make scores as small as the smallest float32, or -inf.
         window_left: Query q attends no key before q - window_left; None is open.
         window_right: Query q attends no key after q + window_right; None is open.
         soft_cap: Soft cap, or None.
@@ -71,9 +72,12 @@ class TiledSpec:
         precision: Precision of the matrix products.
         cuts_diagonal_chunks: Whether chunks on the causal diagonal are cut along it, for square tiles without any other
             mask.
-        may_mask_pairs: Whether band, segments, mask or pattern may mask pairs.
+        may_mask_pairs: Whether band, segments, mask, pattern or `mask_mod` may mask pairs.
         sums_weights_on_mxu: Whether the MXU sums the weights of a row, in output columns that a product with values
             leaves idle.
+        score_mod: The two parts of `score_mod`, or None.
+        mask_mod: The two parts of `mask_mod`, or None.
+        differentiated_row: The row of `score_mod` whose gradient the kernel computes; None for the score's.
     """
 
     num_queries: int
@@ -100,6 +104,9 @@ class TiledSpec:
     cuts_diagonal_chunks: bool
     may_mask_pairs: bool
     sums_weights_on_mxu: bool
+    score_mod: SplitFunction | None = None
+    mask_mod: SplitFunction | None = None
+    differentiated_row: int | None = None
 
     @property
     def cuts_diagonal_by_keys(self) -> bool:
@@ -129,9 +136,9 @@ def make_spec(record: TiledAttention, blocks: TileSizes, accumulates_for_keys: b
     (_, queries, heads, size), (_, keys, kv_heads, value_size) = record.query.shape, record.value.shape
     block_q, block_kv = _fit_block(queries, blocks.queries), _fit_block(keys, blocks.keys)
     left, right = causal_window_bounds(record)
-    scale_only = record.bias is None and record.logits_soft_cap is None
+    scale_only = record.bias is None and record.logits_soft_cap is None and record.score_mod is None
     indexed = record.q_positions is None and record.kv_positions is None and record.q_segment_ids is None
-    restrictions = (record.q_segment_ids, record.mask, record.pattern)
+    restrictions = (record.q_segment_ids, record.mask, record.pattern, record.mask_mod)
     whole = block_q == block_kv and queries % block_q == 0 and keys % block_kv == 0
     return TiledSpec(
         num_queries=queries,
@@ -148,7 +155,7 @@ def make_spec(record: TiledAttention, blocks: TileSizes, accumulates_for_keys: b
         score_scale=record.softmax_scale,
         score_is_scaled_product=scale_only,
         log2_scale=record.softmax_scale * LOG2E if scale_only else LOG2E,
-        has_bias=record.bias is not None,
+        has_bias=record.bias is not None or record.score_mod is not None,
         window_left=left,
         window_right=right,
         soft_cap=record.logits_soft_cap,
@@ -160,9 +167,12 @@ def make_spec(record: TiledAttention, blocks: TileSizes, accumulates_for_keys: b
         and right == 0
         and record.mask is None
         and record.pattern is None
+        and record.mask_mod is None
         and whole,
         may_mask_pairs=(left, right) != (None, None) or not all(x is None for x in restrictions),
         sums_weights_on_mxu=_sums_on_mxu(record),
+        score_mod=None if record.score_mod is None else split_function(record.score_mod.program),
+        mask_mod=None if record.mask_mod is None else split_function(record.mask_mod.program),
     )
 
 

@@ -24,9 +24,9 @@ def rows_with_functions(cross: Any, square: Any) -> tuple[Row[Any], ...]:
             (),
         ),
         (
-            "mask function of heads, soft cap by score function",
+            "mask function of heads, soft cap and slopes by score function",
             square,
-            lambda _: {"score_mod": _soft_cap_and_head_scale, "mask_mod": _prefix_of_heads},
+            lambda k: {**_soft_cap_and_slopes(k, square), "mask_mod": _prefix_of_heads},
             ("score_mod", "mask_mod"),
             ("awkward",),
         ),
@@ -49,8 +49,15 @@ def _mask_of_documents(key: jax.Array, sizes: Any) -> dict[str, Any]:
     return {"mask_mod": lambda b, h, q_idx, k_idx: (documents[b, q_idx] == documents[b, k_idx]) & (q_idx != 3)}
 
 
-def _soft_cap_and_head_scale(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-    return jnp.where(k_idx == q_idx, score, 2.0 * jnp.tanh(score / 2.0) - 0.1 * h)
+def _soft_cap_and_slopes(key: jax.Array, sizes: Any) -> dict[str, Any]:
+    """Returns a score function that reads a slope by head and a bias by key, neither by query and key together."""
+    slopes, biases = 0.1 * jax.random.normal(key, (sizes.h,)), jax.random.normal(key, (sizes.b, sizes.s))
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        capped = 2.0 * jnp.tanh(score / 2.0) + slopes[h] * jnp.abs(q_idx - k_idx)
+        return jnp.where(k_idx == q_idx, score, capped + biases[b, k_idx])
+
+    return {"score_mod": score_mod}
 
 
 def _prefix_of_heads(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:

@@ -10,22 +10,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.families.tiled_attention import TiledAttention, make_dropout_keys
 from ejkernel.families.tiled_attention.block_maps import PatternTiles, pattern_tiles
+from ejkernel.families.tiled_attention.mask_functions import mask_function_as_window
+from ejkernel.families.tiled_attention.record import indices_in_call
 from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments
 from ejkernel_pallas.tpu.mosaic.launch import BlockIndex, Operand
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
+from ejkernel_pallas.tpu.tiled_attention.kernels.refs import row_name
+from ejkernel_pallas.tpu.tiled_attention.kernels.split_functions import Row, row_values
 from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec, pad_head_dim
 
 
 def canonical_record(record: TiledAttention) -> TiledAttention:
-    """Returns the record with pure padding masks as segment ids, by which tiles can be skipped, and 0 in all
-    padding.
+    """Returns the record with pure padding masks as segment ids, by which tiles can be skipped, a `mask_mod` that is a
+    window as one, and 0 in all padding.
 
     Weights of padding are 0, and what they are multiplied with must not be NaN.
     """
-    record = padding_as_segments(record)
+    record = mask_function_as_window(padding_as_segments(record))
     if record.q_segment_ids is None or record.kv_segment_ids is None:
         return record
     is_key = (record.kv_segment_ids >= 0)[:, :, None, None]
@@ -58,7 +63,40 @@ def operands(record: TiledAttention, spec: TiledSpec) -> dict[str, Operand]:
     pattern = pattern_tiles(record, spec.block_q, spec.block_kv)
     if pattern is not None:
         inputs["pattern"] = _pattern_operand(pattern, spec)
+    return inputs | _function_operands(record, spec)
+
+
+def _function_operands(record: TiledAttention, spec: TiledSpec) -> dict[str, Operand]:
+    """Returns the rows of `score_mod` and `mask_mod`, and the indices that they read if the record is a shard."""
+    inputs: dict[str, Operand] = {}
+    for field, function, split in (
+        ("score_rows", record.score_mod, spec.score_mod),
+        ("mask_rows", record.mask_mod, spec.mask_mod),
+    ):
+        if function is not None and split is not None:
+            values = row_values(function, split.rows, indices_in_call(record))
+            for n, (row, x) in enumerate(zip(split.rows, values, strict=True)):
+                inputs[row_name(field, n)] = _function_row_operand(row, x, spec)
+    if record.dropout_origin is not None and (record.score_mod is not None or record.mask_mod is not None):
+        _, _, queries, keys = indices_in_call(record)
+        inputs["q_indices"] = _per_token_operand(queries.reshape(1, -1), spec.block_q, False)
+        inputs["k_indices"] = _per_token_operand(keys.reshape(1, -1), spec.block_kv, True)
     return inputs
+
+
+def _function_row_operand(row: Row, x: jax.Array, spec: TiledSpec) -> Operand:
+    """Returns a row of a function by tiles of queries or keys, in lanes; one value per head in scalar memory."""
+    x = x.astype(jnp.int32 if x.dtype == jnp.bool_ else row.dtype)
+    batch, heads = (n > 1 for n in x.shape[:2])
+
+    def index(b: Any, h: Any, *tile: Any) -> BlockIndex:
+        return (b if batch else 0, h if heads else 0, *tile)
+
+    if "q_idx" in row.reads:
+        return Operand(x.swapaxes(2, 3), (None, None, 1, spec.block_q), lambda b, h, i, j: index(b, h, 0, i))
+    if "k_idx" in row.reads:
+        return Operand(x, (None, None, 1, spec.block_kv), lambda b, h, i, j: index(b, h, 0, j))
+    return Operand(x, (None, None, 1, 1), lambda b, h, i, j: index(b, h, 0, 0), memory_space=pltpu.SMEM)
 
 
 def _pattern_operand(pattern: PatternTiles, spec: TiledSpec) -> Operand:

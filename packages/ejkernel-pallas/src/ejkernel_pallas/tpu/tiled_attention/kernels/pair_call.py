@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand
+from ejkernel_pallas.tpu.tiled_attention.kernels.refs import gather_rows
 from ejkernel_pallas.tpu.tiled_attention.plan import has_distinct_rows_and_heads, pair_coordinates
 from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 
@@ -39,7 +40,7 @@ def tile_pairs_call(
     return KernelCall(
         name=name,
         kernel=functools.partial(kernel, spec=spec, distinct_rows_and_heads=distinct_rows_and_heads),
-        refs=refs,
+        refs=gather_rows(refs),
         grid=(batch, spec.num_heads // group, table.shape[2], *((group,) if spec.accumulates_for_keys else ())),
         num_parallel_axes=2,
         scalar_tables={"table": table.reshape(-1)},

@@ -64,8 +64,10 @@ def recompute_weights(
     weights = jnp.exp2(s - _query_statistic(refs.log2_lse, refs.log2_lse_column, at))
     # Masked after the exponential, which may overflow for a masked score: the result is replaced, not multiplied by 0.
     at.of(refs.weights)[...] = apply_mask(weights, 0.0, refs, at) if at.needs_mask else weights
-    # Products of rows of different segments may exceed float32's range, and 0 x inf is NaN.
-    needs_mask = at.needs_mask and (at.spec.has_partial_query_tile or refs.q_ids is not None)
+    # Products of rows of different segments may exceed float32's range, and 0 x inf is NaN; as may a derivative of
+    # `score_mod` beyond the last key.
+    unbounded = at.spec.has_partial_query_tile or refs.q_ids is not None or at.spec.score_mod is not None
+    needs_mask = at.needs_mask and unbounded
     return slope, attending_pairs(refs, at) if needs_mask else None
 
 

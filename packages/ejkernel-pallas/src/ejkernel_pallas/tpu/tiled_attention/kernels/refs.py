@@ -1,9 +1,27 @@
 """The refs of the tiled-attention kernels, each with its shape: blocks of arrays, results and scratch memory."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from ejkernel_pallas.tpu.mosaic.launch import Ref
+
+
+def row_name(field: str, index: int) -> str:
+    """Returns the name of an operand that is one of the refs `score_rows` or `mask_rows`."""
+    return f"{field}_{index}"
+
+
+def gather_rows(refs: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that constructs refs by name, with those of `row_name` as tuples."""
+
+    def construct(**named: Ref) -> Any:
+        rows: dict[str, list[Ref]] = {}
+        for name in [name for name in named if name.rpartition("_")[0] in ("score_rows", "mask_rows")]:
+            rows.setdefault(name.rpartition("_")[0], []).append(named.pop(name))
+        return refs(**named, **{field: tuple(listed) for field, listed in rows.items()})
+
+    return construct
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,6 +40,10 @@ class TileRefs:
         bias: [block_q, block_kv]; if it is a row, `bias_per_query` [1, block_q] or `bias_per_key` [1, block_kv].
         mask: In the same three forms as the bias.
         pattern: [block_q, block_kv].
+        q_indices: Indices of queries in the whole call, [1, block_q], if the arrays are one shard of it; `k_indices`
+            has those of keys, [1, block_kv].
+        score_rows: The rows of `score_mod`, each [1, block_q], [1, block_kv] or, in scalar memory, [1, 1].
+        mask_rows: The rows of `mask_mod`.
         dropout_keys_column: Scratch, [queries or keys of the accumulated tile, 128]: its hash keys, along sublanes.
     """
 
@@ -42,6 +64,10 @@ class TileRefs:
     mask_per_query: Ref = None
     mask_per_key: Ref = None
     pattern: Ref = None
+    q_indices: Ref = None
+    k_indices: Ref = None
+    score_rows: tuple[Ref, ...] = ()
+    mask_rows: tuple[Ref, ...] = ()
     dropout_keys_column: Ref = None
 
 

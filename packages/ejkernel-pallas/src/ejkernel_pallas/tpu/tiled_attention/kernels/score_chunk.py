@@ -22,7 +22,9 @@ from jax.experimental.pallas import tpu as pltpu
 from ejkernel.arithmetic import cdiv
 from ejkernel_pallas.tpu.mosaic.launch import Ref
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES, matrix_product, repeat_lanes, row_to_column
+from ejkernel_pallas.tpu.tiled_attention.kernels.pair_functions import evaluate_pairs
 from ejkernel_pallas.tpu.tiled_attention.kernels.refs import TileRefs
+from ejkernel_pallas.tpu.tiled_attention.kernels.split_functions import SplitFunction
 from ejkernel_pallas.tpu.tiled_attention.plan import (
     HAS_WORK_FLAG,
     MASKED_FLAG,
@@ -184,7 +186,7 @@ def _zero_rows_from(x: jax.Array, first: Any, end: int) -> jax.Array:
 
 
 def scores(refs: TileRefs, key: jax.Array, query: jax.Array, at: ScoreChunk) -> tuple[jax.Array, jax.Array | None]:
-    """Returns scores as powers of two before masking, and the slope of the soft cap."""
+    """Returns scores as powers of two before masking, and their slope by soft cap and `score_mod`."""
     spec, slope = at.spec, None
     pair = (key, query) if spec.accumulates_for_keys else (query, key)
     s = matrix_product(*pair, (1, 1), spec.precision)
@@ -199,9 +201,37 @@ def scores(refs: TileRefs, key: jax.Array, query: jax.Array, at: ScoreChunk) -> 
         # tanh(-inf) is -1, so a key that a bias of -inf masks would be attended.
         s = jnp.where(s == -jnp.inf, s, t * spec.soft_cap) if spec.has_bias else t * spec.soft_cap
         slope = 1.0 - t * t
+    if spec.score_mod is not None:
+        s, slope = _modify_scores(refs, s, slope, at)
     if spec.has_bias:
         return jnp.where(s == -jnp.inf, s, jnp.maximum(s * spec.log2_scale, MASKED_SCORE)), slope
     return s * spec.log2_scale, slope
+
+
+def _modify_scores(
+    refs: TileRefs, s: jax.Array, soft_cap_slope: jax.Array | None, at: ScoreChunk
+) -> tuple[jax.Array, jax.Array]:
+    """Returns scores after `score_mod`, and their derivative by the scores before the soft cap, or by a row."""
+    split, row = at.spec.score_mod, at.spec.differentiated_row
+    assert split is not None  # the caller looked
+    inputs = [s, *_function_inputs(refs.score_rows, split, refs, at)]
+    derivative = split.derivatives[row]
+    slope = evaluate_pairs(derivative, inputs, at.shape)
+    slope = slope if soft_cap_slope is None or row is not None else slope * soft_cap_slope
+    return evaluate_pairs(split.pairs, inputs, at.shape), slope
+
+
+def _function_inputs(rows: tuple[Ref, ...], split: SplitFunction, refs: TileRefs, at: ScoreChunk) -> list[jax.Array]:
+    """Returns the rows of a function and the indices of queries and keys, to be broadcast against scores."""
+    load = {"q_idx": broadcast_query_values, "k_idx": broadcast_key_values}
+    values: list[jax.Array] = []
+    for row, ref in zip(split.rows, rows, strict=True):
+        axis = next((name for name in load if name in row.reads), None)
+        value = ref[0, 0] if axis is None else load[axis](ref, at)
+        values.append(jnp.broadcast_to(value, at.shape) != 0 if row.dtype == jnp.bool_ else value)
+    q = _query_index(at) if refs.q_indices is None else broadcast_query_values(refs.q_indices, at)
+    k = _key_index(at) if refs.k_indices is None else broadcast_key_values(refs.k_indices, at)
+    return [*values, q, k]
 
 
 def attending_pairs(refs: TileRefs, at: ScoreChunk) -> jax.Array:
@@ -216,6 +246,9 @@ def attending_pairs(refs: TileRefs, at: ScoreChunk) -> jax.Array:
         mask = _load_bias_or_mask(pair_ref, queries, keys, at)
         if mask is not None:
             conditions.append(mask != 0.0)
+    if spec.mask_mod is not None:
+        inputs = _function_inputs(refs.mask_rows, spec.mask_mod, refs, at)
+        conditions.append(evaluate_pairs(spec.mask_mod.pairs, inputs, at.shape))
     if spec.has_partial_key_tile:
         conditions.append(_key_index(at) < spec.num_keys)
     if spec.has_partial_query_tile:

@@ -1,0 +1,129 @@
+"""What the pairs of `mask_mod` tell a kernel before it runs: in which tiles some pair attends and in which all of them,
+and whether the function is just a window, for which kernels have a faster path.
+
+    mask_mod without arrays  --evaluated once per shape-->  a window, or tables of NumPy
+    mask_mod with arrays     --evaluated in every pass--->  traced tables
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ejkernel.families.tiled_attention.record import TiledAttention, Window, causal_window_bounds
+from ejkernel.types.pair_functions import PairFunction, PairProgram
+
+PAIRS_PER_STEP = 2**22
+"""Pairs that are evaluated at once."""
+
+TileShape = tuple[int, int]
+
+
+def mask_function_as_window(record: TiledAttention) -> TiledAttention:
+    """Returns the record with a `mask_mod` that is a causal mask or a window, however it is written, as a window.
+
+    A function without captured arrays is evaluated for all pairs, once for all calls of these lengths.
+    """
+    function, queries, keys = record.mask_mod, record.query.shape[1], record.key.shape[1]
+    moved = (record.q_positions, record.kv_positions, record.dropout_origin)
+    if function is None or function.captured or not all(x is None for x in moved):
+        return record
+    if function.program.inputs_read & {"b", "h"} or not queries or not keys:
+        return record
+    window = _window_of(function.program, queries, keys)
+    if window is None:
+        return record
+    (left, right), (first, last) = causal_window_bounds(record), window
+    left = first if left is None else left if first is None else min(left, first)
+    right = last if right is None else right if last is None else min(right, last)
+    sides = None if (left, right) == (None, None) else (left, right)
+    return dataclasses.replace(record, mask_mod=None, causal=False, sliding_window=sides)
+
+
+@functools.lru_cache(maxsize=64)
+def _window_of(program: PairProgram, queries: int, keys: int) -> Window | None:
+    """Returns (left, right) such that exactly the pairs with `-left <= k - q <= right` attend; None if there is none.
+
+    A side that restricts no pair of these lengths is None.
+    """
+    with jax.ensure_compile_time_eval():
+        count, first, last = map(np.asarray, jax.jit(lambda: _spans_of_queries(program, queries, keys))())
+    index, some = np.arange(queries), count > 0
+    if not some.any():
+        return None
+    low, high = int((first - index)[some].min()), int((last - index)[some].max())
+    wanted_first, wanted_last = np.maximum(index + low, 0), np.minimum(index + high, keys - 1)
+    wanted_count = np.maximum(wanted_last - wanted_first + 1, 0)
+    exact = (count == wanted_count) & (~some | ((first == wanted_first) & (last == wanted_last)))
+    if not exact.all():
+        return None
+    return None if low <= 1 - queries else -low, None if high >= keys - 1 else high
+
+
+def _spans_of_queries(program: PairProgram, queries: int, keys: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns, for every query, how many keys attend, and the first and the last of them, int32 [queries]."""
+    key = jnp.arange(keys, dtype=jnp.int32)
+    zero = jnp.zeros((1, 1, 1, 1), jnp.int32)
+
+    def of_query(query: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        function = PairFunction(captured=(), program=program)
+        pairs = function.of_pairs(zero, zero, query.reshape(1, 1, 1, 1), key.reshape(1, 1, 1, -1))
+        pairs = jnp.broadcast_to(pairs.reshape(-1), (keys,))
+        first, last = jnp.where(pairs, key, keys).min(), jnp.where(pairs, key, -1).max()
+        return jnp.sum(pairs, dtype=jnp.int32), first, last
+
+    return lax.map(of_query, jnp.arange(queries, dtype=jnp.int32), batch_size=max(1, PAIRS_PER_STEP // keys))
+
+
+def tiles_of_mask_function(record: TiledAttention, block: TileShape) -> tuple[Any, Any]:
+    """Returns in which tiles `mask_mod` lets some pair attend, and in which all of them.
+
+    Args:
+        record: A record with `mask_mod`.
+        block: Queries and keys of a tile; the last tiles may end past their arrays.
+
+    Returns:
+        Two bool [B|1, H|1, query tiles, key tiles]; NumPy's unless the function has captured arrays or the record is
+        one shard of a call.
+    """
+    function, (batch, queries, heads, _), keys = record.mask_mod, record.query.shape, record.key.shape[1]
+    assert function is not None  # the caller looked
+    sizes = (batch, heads, queries, keys)
+    if function.captured or record.dropout_origin is not None:
+        return _classify(function, sizes, block, record.dropout_origin)
+    return _constant_tiles(function.program, sizes, block)
+
+
+@functools.lru_cache(maxsize=64)
+def _constant_tiles(program: PairProgram, sizes: tuple[int, ...], block: TileShape) -> tuple[np.ndarray, np.ndarray]:
+    with jax.ensure_compile_time_eval():
+        some, every = jax.jit(lambda: _classify(PairFunction(captured=(), program=program), sizes, block, None))()
+        return np.asarray(some), np.asarray(every)
+
+
+def _classify(
+    function: PairFunction, sizes: tuple[int, ...], block: TileShape, origin: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    read, (batch, heads, queries, keys) = function.program.inputs_read, sizes
+    rows = (batch if "b" in read else 1, heads if "h" in read else 1)
+    shape = (*rows, -(-queries // block[0]), -(-keys // block[1]))
+    offsets = jnp.zeros(4, jnp.int32) if origin is None else origin.astype(jnp.int32)
+
+    def classify_tile(n: jax.Array) -> tuple[jax.Array, jax.Array]:
+        row, head, i, j = jnp.unravel_index(n, shape)
+        # Past the last query or key, the last one is repeated.
+        query = jnp.minimum(i * block[0] + jnp.arange(block[0], dtype=jnp.int32), queries - 1)
+        key = jnp.minimum(j * block[1] + jnp.arange(block[1], dtype=jnp.int32), keys - 1)
+        indices = (row.reshape(1, 1, 1, 1), head.reshape(1, 1, 1, 1), query[:, None][None, None], key[None, None, None])
+        indices = tuple((x + offset).astype(jnp.int32) for x, offset in zip(indices, offsets, strict=True))
+        pairs = function.of_pairs(*indices)
+        return jnp.any(pairs), jnp.all(pairs)
+
+    tiles = jnp.arange(math.prod(shape), dtype=jnp.int32)
+    some, every = lax.map(classify_tile, tiles, batch_size=max(1, PAIRS_PER_STEP // (block[0] * block[1])))
+    return some.reshape(shape), every.reshape(shape)
