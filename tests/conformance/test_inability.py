@@ -39,6 +39,13 @@ INABILITY = {
             rf"{N} heads are no multiple of {N}",
         ]
     ),
+    "a function of pairs that they cannot compute for a tile": "|".join(
+        [
+            r"(score|mask)_mod: got an array \S+ indexed by query and key together, the kernels index arrays by one .*",
+            r"(score|mask)_mod: got [\w, ]+ of both query and key or of the score, which the kernels do not have",
+            rf"(score|mask)_mod: got {N} values of a head, query or key, the kernels take at most {N}",
+        ]
+    ),
     "rows that do not begin where copies can, or do not fill a tile": "|".join(
         [
             rf"{N} (columns|rows|contracted elements|channels)[\w ]* are (not a|no) multiple of {N}(, or .*)?",

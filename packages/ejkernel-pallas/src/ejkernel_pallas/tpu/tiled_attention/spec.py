@@ -139,6 +139,7 @@ def make_spec(record: TiledAttention, blocks: TileSizes, accumulates_for_keys: b
     scale_only = record.bias is None and record.logits_soft_cap is None and record.score_mod is None
     indexed = record.q_positions is None and record.kv_positions is None and record.q_segment_ids is None
     restrictions = (record.q_segment_ids, record.mask, record.pattern, record.mask_mod)
+    no_pair_masks = all(x is None for x in (record.mask, record.pattern, record.mask_mod))
     whole = block_q == block_kv and queries % block_q == 0 and keys % block_kv == 0
     return TiledSpec(
         num_queries=queries,
@@ -162,13 +163,7 @@ def make_spec(record: TiledAttention, blocks: TileSizes, accumulates_for_keys: b
         dropout_threshold=dropout.dropout_threshold(record.dropout_prob) if record.dropout_prob > 0.0 else None,
         dropout_scale=1.0 / (1.0 - record.dropout_prob),
         precision=_precision(record),
-        cuts_diagonal_chunks=indexed
-        and left is None
-        and right == 0
-        and record.mask is None
-        and record.pattern is None
-        and record.mask_mod is None
-        and whole,
+        cuts_diagonal_chunks=indexed and (left, right) == (None, 0) and no_pair_masks and whole,
         may_mask_pairs=(left, right) != (None, None) or not all(x is None for x in restrictions),
         sums_weights_on_mxu=_sums_on_mxu(record),
         score_mod=None if record.score_mod is None else split_function(record.score_mod.program),
