@@ -21,7 +21,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import explain
-from ejkernel.modules import flash_attention, grouped_matmul, page_attention
+from ejkernel.modules import (
+    causal_conv1d,
+    flash_attention,
+    fused_cross_entropy,
+    gated_grouped_matmul,
+    gla_attention,
+    grouped_matmul,
+    page_attention,
+    state_space_v1,
+)
 from ejkernel.ops import batch_invariant
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -101,6 +110,53 @@ def grouped(rows: int, groups: int, dtype: Any) -> Measured:
     )
 
 
+def gated_grouped(rows: int, groups: int, dtype: Any) -> Measured:
+    call = grouped(rows, groups, dtype)
+    return dataclasses.replace(call, label=f"gated_{call.label}", function=gated_grouped_matmul)
+
+
+def rows_of_batch(
+    label: str, function: Callable[..., Any], arrays: tuple[Any, ...], shared: tuple[Any, ...] = ()
+) -> Measured:
+    """A call whose first arrays have an axis of rows; the others belong to all rows."""
+    alone = tuple(x[-1:] for x in arrays)
+    return Measured(label, function, (*arrays, *shared), (*alone, *shared), lambda output: output[-1:], {})
+
+
+def linear_attention(batch: int, tokens: int, dtype: Any) -> Measured:
+    arrays = tuple(normal(seed, batch, tokens, 8, 64, dtype=dtype) for seed in range(3))
+    gates = -jax.nn.softplus(normal(3, batch, tokens, 8, 64, dtype=dtype))
+    return rows_of_batch(f"gla_attention, {batch} x {tokens} tokens", gla_attention, (*arrays, gates))
+
+
+def convolution(batch: int, tokens: int, dtype: Any) -> Measured:
+    x, weight = normal(0, batch, tokens, 512, dtype=dtype), normal(1, 512, 4, dtype=dtype)
+    return rows_of_batch(f"causal_conv1d, {batch} x {tokens} tokens of 512 channels", causal_conv1d, (x,), (weight,))
+
+
+def scan(batch: int, tokens: int, dtype: Any) -> Measured:
+    x, step = (normal(seed, batch, tokens, 512, dtype=dtype) for seed in (0, 1))
+    write, read = (normal(seed, batch, tokens, 16, dtype=dtype) for seed in (2, 3))
+    decay = -jnp.exp(normal(4, 512, 16, dtype=dtype))
+
+    def outputs(x: Any, step: Any, write: Any, read: Any, decay: Any) -> Any:
+        return state_space_v1(x, decay, write, read, None, jnp.abs(step))[0]
+
+    label = f"state_space_v1, {batch} x {tokens} tokens of 512 channels"
+    return rows_of_batch(label, outputs, (x, step, write, read), (decay,))
+
+
+def loss(tokens: int, dtype: Any) -> Measured:
+    hidden, head = normal(0, tokens, 256, dtype=dtype), normal(1, 256, 4096, dtype=dtype)
+    targets = jax.random.randint(jax.random.key(2), (tokens,), 0, 4096)
+
+    def losses(hidden: Any, targets: Any, head: Any) -> Any:
+        return fused_cross_entropy(targets=targets, hidden=hidden, lm_head_weight=head, reduction="none").loss
+
+    label = f"fused_cross_entropy, {tokens} tokens, 256 x 4096"
+    return rows_of_batch(label, losses, (hidden, targets), (head,))
+
+
 def calls(quick: bool) -> Iterator[Measured]:
     is_gpu = jax.default_backend() == "gpu"
     dtype, scale = (jnp.bfloat16, 8) if is_gpu and not quick else (jnp.float32, 1)
@@ -110,9 +166,18 @@ def calls(quick: bool) -> Iterator[Measured]:
     yield paged(4 * scale, length, dtype)
     yield grouped(2 * length * scale, 8, dtype)
     yield grouped(16, 8, dtype)
+    yield gated_grouped(2 * length * scale, 8, dtype)
+    yield linear_attention(scale, length, dtype)
+    yield linear_attention(16 * scale, 1, dtype)
+    yield scan(scale, length, dtype)
+    yield scan(16 * scale, 1, dtype)
+    yield convolution(scale, length, dtype)
+    yield loss(length, dtype)
 
 
 def chosen(call: Measured) -> str:
+    if call.function.__name__ in ("outputs", "losses"):  # not a public function, which `explain` wants
+        return "xla"
     implementation = explain(call.function, *call.arrays, **call.options).forward.implementation
     return "none" if implementation is None else implementation.name
 

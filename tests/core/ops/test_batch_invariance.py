@@ -15,6 +15,7 @@ from ejkernel.modules import (
     RaggedPageAttentionv2Config,
     flash_attention,
     lightning_attention,
+    mean_pooling,
     ragged_page_attention_v2,
 )
 from ejkernel.ops import (
@@ -45,12 +46,22 @@ def test_a_row_has_the_same_bits_alone_and_padded_and_jit_tells_the_block_apart(
 
 def test_implementations_without_the_claim_are_refused_by_name_for_the_forward_pass_alone():
     with batch_invariant():
-        decision = explain(lightning_attention, X, X, X, layer_idx=0, num_layers=2)
+        decision = explain(mean_pooling, X, chunk_size=4)
         with pytest.raises(NoImplementationError, match="batch_invariant: its rows may depend on batch"):
-            lightning_attention(X, X, X, layer_idx=0, num_layers=2)
+            mean_pooling(X, chunk_size=4)
     reasons = {v.implementation.name: v.reasons for v in decision.forward.verdicts}
     assert reasons["xla"] == ("batch_invariant: its rows may depend on batch",)
     assert not any("batch_invariant" in reason for v in decision.backward.verdicts for reason in v.reasons)
+
+
+def test_a_recurrence_in_two_calls_has_the_bits_of_one():
+    call = functools.partial(lightning_attention, layer_idx=0, num_layers=2, return_state=True)
+    with batch_invariant():
+        whole, _ = call(X, X, X)
+        first, state = call(*3 * (X[:, :8],))
+        last, _ = call(*3 * (X[1:, 8:],), initial_state=state[1:])
+    np.testing.assert_array_equal(whole[:, :8], first)
+    np.testing.assert_array_equal(whole[1:, 8:], last)
 
 
 def test_what_a_claim_leaves_out_refuses_by_name():

@@ -1,80 +1,19 @@
 """Changed calls that share rows with a call, by family and by name in `ejkernel.types.invariances.INVARIANCES`."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from ejkernel.families.contract import Family
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.tiled_attention import causal_window_bounds
 from ejkernel.types.arguments import array_fields
-
-Select = Callable[[np.ndarray], np.ndarray]
-
-
-@dataclasses.dataclass(frozen=True)
-class Change:
-    """A changed call.
-
-    Attributes:
-        name: What it is about, a name of `INVARIANCES`.
-        how: What was changed, in a few words.
-        record: The changed record.
-        rows: For each output that is compared, the rows in the outputs of the call, and in those of the changed call.
-    """
-
-    name: str
-    how: str
-    record: Any
-    rows: tuple[tuple[Select, Select], ...]
-
-    def __str__(self) -> str:
-        return f"{self.name}, {self.how}"
-
-
-def _take(index: Any, axis: int = 0) -> Select:
-    return lambda x: np.take(x, index, axis=axis)
-
-
-def _whole(x: np.ndarray) -> np.ndarray:
-    return x
-
-
-def _with_axis(family: Family, record: Any, letter: str, index: np.ndarray, size: int) -> Any:
-    """Returns the record with the entries `index` along an axis of `size`, in all arrays that have the axis."""
-    axes, changes = family.axes_of(record), dict[str, Any]()
-    for name, x in array_fields(record).items():
-        letters = axes[name].split()
-        if letter in letters and len(letters) == x.ndim and x.shape[letters.index(letter)] == size:
-            changes[name] = np.take(x, index, axis=letters.index(letter))
-    return dataclasses.replace(record, **changes)
-
-
-def changes_of_rows(family: Family, record: Any, letter: str = "b") -> Iterator[Change]:
-    """Yields a call with the last row of axis `b` alone, and one with the rows in reverse, each twice."""
-    axes = family.axes_of(record)
-    outputs = [letters.split() for letters in jax.tree.leaves(axes["output"])]
-    if not outputs or any(letter not in letters for letters in outputs):
-        return
-    sizes = {
-        x.shape[axes[name].split().index(letter)]
-        for name, x in array_fields(record).items()
-        if letter in axes[name].split()
-    }
-    rows = max(sizes, default=0)
-    if rows < 1 or sizes - {1, rows}:
-        return
-    # With a single row, arrays that broadcast over rows cannot be told from arrays of that row.
-    indices = {"the last row alone": np.array([rows - 1])} if rows > 1 else {}
-    if rows > 1:
-        indices["rows in reverse, twice"] = np.tile(np.arange(rows)[::-1], 2)
-    for how, index in indices.items():
-        selected = tuple((_take(index, at.index(letter)), _whole) for at in outputs)
-        yield Change("batch", how, _with_axis(family, record, letter, index, rows), selected)
+from ejkernel_conformance.recurrence_changes import changes_of_recurrences
+from ejkernel_conformance.row_changes import Change, changes_of_rows, take, whole, with_axis
 
 
 def changes_of_attention(family: Family, record: Any) -> Iterator[Change]:
@@ -105,7 +44,7 @@ def _with_fewer_queries(family: Family, record: Any) -> Iterator[Change]:
         record = dataclasses.replace(record, **{f"{x}_positions": _positions(record, x) for x in ("q", "kv")})
     for first, how in ((queries // 3 or 1, "a chunk"), (queries - 1, "the last query alone")):
         index = np.arange(first, queries)
-        yield Change("chunking", how, _with_axis(family, record, "t", index, queries), ((_take(index, 1), _whole),))
+        yield Change("chunking", how, with_axis(family, record, "t", index, queries), ((take(index, 1), whole),))
 
 
 def _with_more_padding(record: Any) -> Iterator[Change]:
@@ -125,7 +64,7 @@ def _with_more_padding(record: Any) -> Iterator[Change]:
     }
     if record.kv_positions is not None:
         changes["kv_positions"] = np.pad(record.kv_positions, ((0, 0), (0, more)))
-    yield Change("padding", f"{more} keys more", dataclasses.replace(record, **changes), ((_whole, _whole),))
+    yield Change("padding", f"{more} keys more", dataclasses.replace(record, **changes), ((whole, whole),))
 
 
 def _with_longer_rows(record: Any) -> Iterator[Change]:
@@ -138,8 +77,8 @@ def _with_longer_rows(record: Any) -> Iterator[Change]:
         name: np.pad(getattr(record, name), ((0, 0), (0, more), (0, 0), (0, 0)), constant_values=1)
         for name in ("query", "key", "value")
     }
-    select = _take(np.arange(queries), 1)
-    yield Change("padding", f"{more} tokens more", dataclasses.replace(record, **changes), ((_whole, select),))
+    select = take(np.arange(queries), 1)
+    yield Change("padding", f"{more} tokens more", dataclasses.replace(record, **changes), ((whole, select),))
 
 
 def _with_a_segment_alone(family: Family, record: Any) -> Iterator[Change]:
@@ -155,8 +94,8 @@ def _with_a_segment_alone(family: Family, record: Any) -> Iterator[Change]:
     (batch, length, _, _), key_length = record.query.shape, record.key.shape[1]
     alone = dataclasses.replace(record, **moved)
     for letter, index, size in (("b", np.array([0]), batch), ("t", queries, length), ("s", keys, key_length)):
-        alone = _with_axis(family, alone, letter, index, size)
-    yield Change("packing", "a segment alone", alone, ((lambda x: x[:1][:, queries], _whole),))
+        alone = with_axis(family, alone, letter, index, size)
+    yield Change("packing", "a segment alone", alone, ((lambda x: x[:1][:, queries], whole),))
 
 
 def _with_rows_packed(record: Any) -> Iterator[Change]:
@@ -173,7 +112,7 @@ def _with_rows_packed(record: Any) -> Iterator[Change]:
         changes[f"{side}_segment_ids"] = np.repeat(np.arange(batch, dtype=np.int32), size)[None]
         if _needs_positions(record):
             changes[f"{side}_positions"] = np.tile(np.arange(size, dtype=np.int32), batch)[None]
-    yield Change("packing", "rows in one packed row", dataclasses.replace(record, **changes), ((_in_one_row, _whole),))
+    yield Change("packing", "rows in one packed row", dataclasses.replace(record, **changes), ((_in_one_row, whole),))
 
 
 def _in_one_row(x: np.ndarray) -> np.ndarray:
@@ -190,7 +129,7 @@ def changes_of_pages(family: Family, record: Any) -> Iterator[Change]:
     if record.block_tables is None:
         return
     wide = np.pad(record.block_tables, ((0, 0), (0, 3)), constant_values=-1)
-    both = ((_whole, _whole),) * 2
+    both = ((whole, whole),) * 2
     yield Change("padding", "wider tables", dataclasses.replace(record, block_tables=wide), both)
     yield from _with_other_pages(family, record, both)
     yield from _with_last_queries(record)
@@ -209,13 +148,13 @@ def _with_sequences(family: Family, record: Any, index: np.ndarray, how: str) ->
     rows = np.concatenate([_rows_of(record)[n] for n in index])
     if not rows.size or record.qq_bias is not None or record.new_keys is not None:
         return None
-    changed = _with_axis(family, record, "r", index, record.kv_lens.shape[0])
+    changed = with_axis(family, record, "r", index, record.kv_lens.shape[0])
     if record.query_start is not None:
         lengths = [0, *(len(_rows_of(record)[n]) for n in index)]
         changed = dataclasses.replace(
             changed, query=record.query[rows], query_start=np.cumsum(lengths).astype(record.query_start.dtype)
         )
-    return Change("batch", how, changed, ((_take(rows), _whole),) * 2)
+    return Change("batch", how, changed, ((take(rows), whole),) * 2)
 
 
 def _with_other_pages(family: Family, record: Any, rows: Any) -> Iterator[Change]:
@@ -224,7 +163,7 @@ def _with_other_pages(family: Family, record: Any, rows: Any) -> Iterator[Change
     pages, slots, tables = paged_cache.page_count(record), paged_cache.page_size(record), record.block_tables
     order = np.random.default_rng(0).permutation(pages)
     moved = np.where((tables >= 0) & (tables < pages), np.argsort(order)[np.clip(tables, 0, pages - 1)], tables)
-    changed = _with_axis(family, record, "p", order, pages)
+    changed = with_axis(family, record, "p", order, pages)
     yield Change(
         "pages", "in another order", dataclasses.replace(changed, block_tables=moved.astype(tables.dtype)), rows
     )
@@ -266,24 +205,47 @@ def _with_queries(record: Any, rows: list[np.ndarray], lengths: np.ndarray, how:
     index = np.concatenate(rows)
     starts = np.cumsum([0, *map(len, rows)]).astype(record.query_start.dtype)
     changed = dataclasses.replace(record, query=record.query[index], query_start=starts, kv_lens=lengths)
-    return Change("chunking", how, changed, ((_take(index), _whole),) * 2)
+    return Change("chunking", how, changed, ((take(index), whole),) * 2)
 
 
 def changes_of_groups(family: Family, record: Any) -> Iterator[Change]:
     """Yields grouped matmuls of some of the rows: every third one, and one alone."""
+    indices = getattr(record, "indices", None)
+    rows = record.lhs.shape[0] if indices is None else indices.shape[0]
     sizes = np.maximum(record.group_sizes, 0)
-    group = np.repeat(np.arange(sizes.size), sizes)[: record.lhs.shape[0]]
+    group = np.repeat(np.arange(sizes.size), sizes)[:rows]
     for how, index in (("each third row", np.arange(0, group.size, 3)), ("one row", np.array([group.size // 2]))):
         if group.size < 2:
             return
-        changed = _with_axis(family, record, "m", index, record.lhs.shape[0])
+        changed = with_axis(family, record, "m", index, rows)
         counts = np.bincount(group[index], minlength=sizes.size).astype(record.group_sizes.dtype)
-        yield Change("batch", how, dataclasses.replace(changed, group_sizes=counts), ((_take(index), _whole),))
+        yield Change("batch", how, dataclasses.replace(changed, group_sizes=counts), ((take(index), whole),))
+
+
+def changes_of_routing(family: Family, record: Any) -> Iterator[Change]:
+    """Yields routings of some of the tokens, whose experts are compared: places and sizes count all tokens."""
+    tokens = record.logits.shape[0]
+    if tokens < 2:
+        return
+    for how, index in (("the last token alone", [tokens - 1]), ("in reverse", np.arange(tokens)[::-1])):
+        changed = with_axis(family, record, "t", np.asarray(index), tokens)
+        yield Change("batch", how, changed, ((take(index), whole),))
 
 
 CHANGES_BY_FAMILY: Mapping[str, Callable[[Family, Any], Iterator[Change]]] = {
     "tiled_attention": changes_of_attention,
     "paged_attention": changes_of_pages,
     "grouped_matmul": changes_of_groups,
+    "gated_grouped_matmul": changes_of_groups,
+    "expert_routing": changes_of_routing,
+    "quantized_matmul": functools.partial(changes_of_rows, letter="m"),
+    "gather_reduce": functools.partial(changes_of_rows, letter="t"),
+    "cross_entropy": functools.partial(changes_of_rows, letter="t"),
+    "kl_divergence": functools.partial(changes_of_rows, letter="t"),
+    "linear_recurrence": changes_of_recurrences,
+    "selective_scan": changes_of_recurrences,
+    "causal_convolution": changes_of_recurrences,
+    "wkv": changes_of_recurrences,
+    "recurrent_network": changes_of_recurrences,
 }
 """The functions that change the calls of a family, for families whose rows are not simply those of axis `b`."""

@@ -16,6 +16,12 @@ INVARIANCES: Mapping[str, str] = MappingProxyType(
 """Name -> what may change without changing the bits of a row, if an implementation claims the name."""
 
 
+def invariances_of_recurrences(record: Any) -> frozenset[str]:
+    """Returns what the rows of a recurrence may depend on; `packing` is included only if sequences share rows."""
+    shares_rows = any(getattr(record, name, None) is not None for name in ("cu_seqlens", "segment_ids"))
+    return frozenset({"batch", "padding", "chunking", *(("packing",) if shares_rows else ())})
+
+
 def depends_on_batch(record: Any) -> frozenset[str]:
     """Returns what the rows of a record may depend on by default: the batch."""
     return frozenset({"batch"})

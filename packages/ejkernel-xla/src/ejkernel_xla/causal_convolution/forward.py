@@ -1,7 +1,5 @@
 """The causal convolution in XLA: W shifted views of x, summed in one loop."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -13,19 +11,57 @@ from ejkernel.families.causal_convolution import (
     token_sequences_and_positions,
 )
 from ejkernel.families.causal_convolution.final_states import final_states, output_contributions_of_states
+from ejkernel_xla.fixed_tiles import RowOrder, map_tiles
 
 
-def forward(record: CausalConvolution, config: Any) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
+def forward(record: CausalConvolution, config: RowOrder) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
     """Returns output and final states of a record.
 
     Args:
         record: The canonical arguments.
-        config: Not read.
+        config: Whether tokens are computed in tiles of fixed sizes.
 
     Returns:
         Output [B, T, C] and final states, both in x's dtype. There are no residuals.
     """
-    return (activated_output(record), final_states(record)), ()
+    output = _output_in_tiles(record) if config.batch_invariant else activated_output(record)
+    return (output, final_states(record)), ()
+
+
+def _output_in_tiles(record: CausalConvolution) -> jax.Array:
+    """Returns the activated sums, [B, T, C]: the window of each token is gathered, and tiles of windows are summed."""
+    dtype, width = accumulator(record), record.weight.shape[1]
+    weight, bias = record.weight.astype(dtype), record.bias
+    windows = _windows(record)
+
+    def tile(arrays: dict[str, jax.Array]) -> jax.Array:
+        window = arrays["windows"].astype(dtype)
+        sums = jnp.zeros((window.shape[0], window.shape[2]), dtype)
+        for k in range(width):
+            sums = sums + weight[:, width - 1 - k] * window[:, k]
+        return activate(record, sums if bias is None else sums + bias.astype(dtype)).astype(record.x.dtype)
+
+    output = map_tiles(tile, {"windows": windows.reshape(-1, *windows.shape[2:])}).reshape(record.x.shape)
+    if record.cu_seqlens is None:
+        return output
+    return jnp.where((token_sequences_and_positions(record)[0] >= 0)[..., None], output, 0)
+
+
+def _windows(record: CausalConvolution) -> jax.Array:
+    """Returns each token and the W - 1 before it, newest first, [B, T, W, C] in x's dtype."""
+    width, tokens = record.weight.shape[1], record.x.shape[1]
+    sequence, position = token_sequences_and_positions(record)
+    before = jnp.swapaxes(states(record), 1, 2)  # [B or N, W - 1, C]
+    index = jnp.maximum(sequence, 0)
+    views = []
+    for k in range(width):
+        view = jnp.pad(record.x, ((0, 0), (k, 0), (0, 0)))[:, :tokens]
+        if k:
+            # Token t - k is before the sequence: entry W - 1 - k + position of its state.
+            state = before[index, jnp.clip(width - 1 - k + position, 0, width - 2)]
+            view = jnp.where((position >= k)[..., None], view, state)
+        views.append(view)
+    return jnp.stack(views, axis=2)
 
 
 def activated_output(record: CausalConvolution) -> jax.Array:

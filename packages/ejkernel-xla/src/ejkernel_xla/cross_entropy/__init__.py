@@ -6,5 +6,11 @@ from ejkernel_xla.cross_entropy import config
 from ejkernel_xla.registration import xla_implementation
 
 IMPLEMENTATIONS = (
-    xla_implementation(FAMILY, symbolic=False, config=ConfigSpace.of(config, forward=config.LogitBlocks)),
+    xla_implementation(
+        FAMILY,
+        symbolic=False,
+        config=ConfigSpace.of(config, forward=config.LogitBlocks, fixed_if_invariant=("batch_invariant",)),
+        invariant_to=frozenset({"batch"}),
+        invariance_limits=config.invariance_limits,
+    ),
 )

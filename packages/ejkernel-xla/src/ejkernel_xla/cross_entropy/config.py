@@ -1,10 +1,12 @@
 """Sizes of the blocks of logits: the heuristic, and the candidates that are worth measuring."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from ejkernel.families.cross_entropy import CrossEntropy, vocabulary
 from ejkernel.ops.params import Direction
+from ejkernel_xla.fixed_tiles import TILE_ROWS
 from ejkernel_xla.sizes import check_positive
 
 BLOCK_LOGITS = 2**26
@@ -21,10 +23,12 @@ class LogitBlocks:
         block_t: Tokens in a block, at most.
         block_v: Entries of the vocabulary in a block, at most. Where a block has all of them, a sum of losses makes its
             gradients in the forward pass, and the logits are made once.
+        batch_invariant: Whether tokens are computed in tiles of fixed sizes.
     """
 
     block_t: int
     block_v: int
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         check_positive(self)
@@ -42,6 +46,17 @@ def heuristic(record: CrossEntropy, device: Any, direction: Direction) -> LogitB
     if record.lm_head is not None:
         tokens = min(tokens, max(BLOCK_LOGITS // entries, MIN_TOKENS))
     return LogitBlocks(block_t=max(tokens, 1), block_v=entries)
+
+
+def batch_invariant(record: CrossEntropy, device: Any, direction: Direction) -> LogitBlocks:
+    """Returns the sizes for all calls in a `batch_invariant` block."""
+    return LogitBlocks(block_t=TILE_ROWS, block_v=vocabulary(record), batch_invariant=True)
+
+
+def invariance_limits(record: CrossEntropy) -> Iterator[str]:
+    """Yields why rows of a record depend on the rest of its call."""
+    if record.sum_over_tokens:
+        yield "the loss is a sum over all tokens"
 
 
 def candidates(record: CrossEntropy, device: Any, direction: Direction) -> tuple[LogitBlocks, ...]:

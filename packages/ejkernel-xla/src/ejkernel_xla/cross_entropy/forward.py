@@ -1,5 +1,6 @@
 """The losses in XLA."""
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from ejkernel.types.pullback import is_differentiated
 from ejkernel_xla.cross_entropy.config import LogitBlocks
 from ejkernel_xla.cross_entropy.kernels import gradients, statistics
 from ejkernel_xla.cross_entropy.kernels.blocks import AxisSpan, loop_over_spans, replace_span, select_tokens
+from ejkernel_xla.fixed_tiles import TILE_ROWS, forward_in_tiles
 
 
 def forward(record: CrossEntropy, config: LogitBlocks) -> tuple[Any, CrossEntropyResiduals]:
@@ -30,6 +32,9 @@ def forward(record: CrossEntropy, config: LogitBlocks) -> tuple[Any, CrossEntrop
         The family's output; and the gradients, where a backward pass follows and its cotangent is one number. They cost
         no more logits here, and would have them made again there.
     """
+    if config.batch_invariant:
+        blocks = dataclasses.replace(config, block_t=TILE_ROWS, batch_invariant=False)
+        return forward_in_tiles(lambda tile: forward(tile, blocks), record, FAMILY.axes_of(record), "t")
     tokens, dtype = record.weights.shape[0], accumulator(record)
     saves_gradients = (
         record.sum_over_tokens

@@ -4,4 +4,4 @@ from ejkernel.families.expert_routing import FAMILY
 from ejkernel.ops import NO_CHOICE
 from ejkernel_xla.registration import xla_implementation
 
-IMPLEMENTATIONS = (xla_implementation(FAMILY, backward=False, config=NO_CHOICE),)
+IMPLEMENTATIONS = (xla_implementation(FAMILY, backward=False, config=NO_CHOICE, invariant_to=frozenset({"batch"})),)

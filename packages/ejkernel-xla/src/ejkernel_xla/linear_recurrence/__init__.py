@@ -5,4 +5,13 @@ from ejkernel.ops import ConfigSpace
 from ejkernel_xla.linear_recurrence import config
 from ejkernel_xla.registration import xla_implementation
 
-IMPLEMENTATIONS = (xla_implementation(FAMILY, config=ConfigSpace.of(config, forward=config.RecurrenceChunk)),)
+IMPLEMENTATIONS = (
+    xla_implementation(
+        FAMILY,
+        config=ConfigSpace.of(
+            config, forward=config.RecurrenceChunk, fixed_if_invariant=("chunk_size", "batch_invariant")
+        ),
+        invariant_to=frozenset({"batch", "padding", "chunking"}),
+        invariance_limits=config.invariance_limits,
+    ),
+)

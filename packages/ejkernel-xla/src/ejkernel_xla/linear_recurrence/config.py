@@ -1,10 +1,12 @@
 """Lengths of chunks: the heuristic, and the candidates that are worth measuring."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.ops.params import Direction
+from ejkernel_xla.fixed_tiles import symbolic_sizes_limit
 from ejkernel_xla.sizes import check_positive
 
 CHUNK_LENGTHS = (32, 64, 128)
@@ -19,9 +21,11 @@ class RecurrenceChunk:
 
     Attributes:
         chunk_size: Tokens per chunk, at most.
+        batch_invariant: Whether each row is computed alone, one token at a time.
     """
 
     chunk_size: int
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         check_positive(self)
@@ -34,6 +38,18 @@ PUBLIC_FIELDS = {"chunk_size": "chunk_size", "block_q": "chunk_size"}
 def heuristic(record: LinearRecurrence, device: Any, direction: Direction) -> RecurrenceChunk:
     """Returns the length for a record on a device, not measured."""
     return RecurrenceChunk(chunk_size=_default_chunk_length(record, device, direction))
+
+
+def batch_invariant(record: LinearRecurrence, device: Any, direction: Direction) -> RecurrenceChunk:
+    """Returns the length for all calls in a `batch_invariant` block: only a single token has the same sums in each."""
+    return RecurrenceChunk(chunk_size=1, batch_invariant=True)
+
+
+def invariance_limits(record: LinearRecurrence) -> Iterator[str]:
+    """Yields why rows of a record depend on the rest of its call."""
+    if record.parents is not None:
+        yield "parents: a token of all requests is computed at a time"
+    yield from symbolic_sizes_limit(record)
 
 
 def candidates(record: LinearRecurrence, device: Any, direction: Direction) -> tuple[RecurrenceChunk, ...]:

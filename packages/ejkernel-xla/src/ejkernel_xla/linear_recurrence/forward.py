@@ -5,12 +5,23 @@
 A chunk is a few matrix products over C tokens, and a score matrix [C, C]; memory does not depend on the length.
 """
 
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.linear_recurrence import LinearRecurrence, num_state_heads, states
+from ejkernel.families.linear_recurrence import (
+    TOKEN_FIELDS,
+    LinearRecurrence,
+    axes,
+    num_state_heads,
+    states,
+)
 from ejkernel.families.linear_recurrence.plain_states import forward_with_plain_states
+from ejkernel_xla.fixed_tiles import MIN_STEPS, fixed_loop, forward_in_tiles, pad_axis
 from ejkernel_xla.linear_recurrence.config import RecurrenceChunk
 from ejkernel_xla.linear_recurrence.kernels.chunk import advance, precision
 from ejkernel_xla.linear_recurrence.kernels.chunking import (
@@ -46,7 +57,33 @@ def forward(record: LinearRecurrence, config: RecurrenceChunk) -> tuple[tuple[ja
         return tree_forward(record), ()
     if not record.query.size:  # no rows
         return (_zero_outputs(record), states(record)), ()
+    if config.batch_invariant:
+        return forward_in_tiles(lambda row: _forward_of_row(row, config), record, axes(record), "b", block=1), ()
     chunking = make_chunking(record, config.chunk_size)
+    output, table = run_loop(chunking.count, _chunk_step(record, chunking), _initial_outputs_and_states(record))
+    return (output, split_state_heads(record, table)), ()
+
+
+def _forward_of_row(record: LinearRecurrence, config: RecurrenceChunk) -> tuple[jax.Array, jax.Array]:
+    """Returns output and final states of one row, by the same program for each token of any number of them."""
+    tokens = record.query.shape[1]
+    record = _with_room_for_loop(record)
+    start = _initial_outputs_and_states(record)
+    output, table = fixed_loop(tokens, _chunk_step(record, make_chunking(record, config.chunk_size)), start)
+    return output[:, :tokens], split_state_heads(record, table)
+
+
+def _with_room_for_loop(record: LinearRecurrence) -> LinearRecurrence:
+    """Returns the record with `MIN_STEPS` tokens at least; a `fixed_loop` does not read those added."""
+    missing = MIN_STEPS - record.query.shape[1]
+    if missing <= 0:
+        return record
+    arrays = {name: getattr(record, name) for name in TOKEN_FIELDS if name != "skip"}
+    return dataclasses.replace(record, **{name: pad_axis(x, 1, missing) for name, x in arrays.items() if x is not None})
+
+
+def _chunk_step(record: LinearRecurrence, chunking: Chunking) -> Callable[[jax.Array, Any], Any]:
+    """Returns the body of the loop over chunks."""
     # Chunks that share tokens add their outputs, since each chunk has 0 for the tokens of the other chunk.
     write = replace_chunk_slice if chunking.has_no_masked_token else add_chunk_slice
 
@@ -57,8 +94,7 @@ def forward(record: LinearRecurrence, config: RecurrenceChunk) -> tuple[tuple[ja
         return write(output, read, at), store(record, table, at, state)
 
     # This is a loop and not a vmap over chunks: states are sequential, and memory holds the scores of one chunk only.
-    output, table = run_loop(chunking.count, step, _initial_outputs_and_states(record))
-    return (output, split_state_heads(record, table)), ()
+    return step
 
 
 def _initial_outputs_and_states(record: LinearRecurrence) -> tuple[jax.Array, jax.Array]:

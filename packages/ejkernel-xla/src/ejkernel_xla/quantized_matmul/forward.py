@@ -1,32 +1,35 @@
 """The quantised matmul in XLA."""
 
-from typing import Any
-
 import jax
 from jax import lax
 
 from ejkernel.families.quantized_matmul import QuantizedMatmul, accumulator, apply_tensor_scale, dequantized_matrix
 from ejkernel.planning.precision import product_precision
+from ejkernel_xla.fixed_tiles import RowOrder, map_tiles
 
 
-def forward(record: QuantizedMatmul, config: Any) -> tuple[jax.Array, tuple[()]]:
+def forward(record: QuantizedMatmul, config: RowOrder) -> tuple[jax.Array, tuple[()]]:
     """Returns the output of a record.
 
     Args:
         record: The canonical arguments.
-        config: Not read.
+        config: Whether rows are computed in tiles of fixed sizes.
 
     Returns:
         [M, N] in x's dtype. There are no residuals.
     """
-    return product(record, record.x, 1 if record.transpose else 0), ()
+    axis = 1 if record.transpose else 0
+    if not config.batch_invariant:
+        return product(record, record.x, axis), ()
+    matrix = dequantized_matrix(record)  # once, outside of the loop over tiles
+    return map_tiles(lambda tile: product(record, tile["x"], axis, matrix), {"x": record.x}), ()
 
 
-def product(record: QuantizedMatmul, rows: jax.Array, axis: int) -> jax.Array:
+def product(record: QuantizedMatmul, rows: jax.Array, axis: int, matrix: jax.Array | None = None) -> jax.Array:
     """Returns rows times the matrix, over one axis of the matrix in its layout."""
     product = lax.dot_general(
         rows.astype(record.x.dtype),
-        dequantized_matrix(record),
+        dequantized_matrix(record) if matrix is None else matrix,
         (((1,), (axis,)), ((), ())),
         precision=product_precision(record.x.dtype, record.precision),
         preferred_element_type=accumulator(record),

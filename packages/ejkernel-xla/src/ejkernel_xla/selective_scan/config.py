@@ -13,9 +13,11 @@ class ScanSteps:
 
     Attributes:
         associative: As a tree, which is more work in fewer steps; else one after the other.
+        batch_invariant: Whether each row is computed alone, one token at a time.
     """
 
     associative: bool
+    batch_invariant: bool = False
 
 
 PUBLIC_FIELDS = {"associative": "associative"}
@@ -27,6 +29,11 @@ def heuristic(record: SelectiveScan, device: Any, direction: Direction) -> ScanS
     work.
     """
     return ScanSteps(associative=device.platform != "cpu")
+
+
+def batch_invariant(record: SelectiveScan, device: Any, direction: Direction) -> ScanSteps:
+    """Returns the way of all calls in a `batch_invariant` block."""
+    return ScanSteps(associative=False, batch_invariant=True)
 
 
 def candidates(record: SelectiveScan, device: Any, direction: Direction) -> tuple[ScanSteps, ...]:

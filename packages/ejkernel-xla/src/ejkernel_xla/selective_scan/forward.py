@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.selective_scan import ScanResiduals, SelectiveScan, accumulator, first_state
+from ejkernel.families.selective_scan import FAMILY, ScanResiduals, SelectiveScan, accumulator, first_state
 from ejkernel.families.selective_scan.scan_sequences import forward_with_slot_states
+from ejkernel_xla.fixed_tiles import fixed_loop, forward_in_tiles
 from ejkernel_xla.selective_scan.config import ScanSteps
-from ejkernel_xla.selective_scan.kernels.chunk import advance
+from ejkernel_xla.selective_scan.kernels.chunk import advance, advance_token_by_token
 from ejkernel_xla.selective_scan.plan import (
     chunk_at,
     cut,
@@ -32,6 +33,12 @@ def forward(record: SelectiveScan, config: ScanSteps) -> tuple[tuple[jax.Array, 
         Output [B, T, I] in x's dtype, final states [B, I, E], or [N, I, E] of packed sequences, in the accumulator's,
         and the states between chunks.
     """
+    if config.batch_invariant and record.cu_seqlens is None:
+        return forward_in_tiles(lambda row: _forward(row, config), record, FAMILY.axes_of(record), "b", block=1)
+    return _forward(record, config)
+
+
+def _forward(record: SelectiveScan, config: ScanSteps) -> tuple[tuple[jax.Array, jax.Array], ScanResiduals]:
     dtype = accumulator(record)
     decay, skip, first = record.decay.T.astype(dtype), record.skip.astype(dtype), first_state(record)
     packed, rows = intervals(record), record.x.shape[0]
@@ -44,11 +51,19 @@ def forward(record: SelectiveScan, config: ScanSteps) -> tuple[tuple[jax.Array, 
         # The residuals are one state every INTERVAL tokens, instead of one per token.
         stored = state if at.sequence is None else jnp.where(at.sequence < first.shape[0], state, 0)
         chunk_states = lax.dynamic_update_index_in_dim(chunk_states, stored, n, axis=1)
-        state, read = advance(config.associative, state, load(record, at), decay)
-        part = jnp.moveaxis(read, 0, 1) + skip * cut(record.x, at).astype(dtype)
+        if config.batch_invariant:
+            state, read = advance_token_by_token(state, load(record, at), decay, skip)
+            part = jnp.moveaxis(read, 0, 1)
+        else:
+            state, read = advance(config.associative, state, load(record, at), decay)
+            part = jnp.moveaxis(read, 0, 1) + skip * cut(record.x, at).astype(dtype)
         return store_chunk_tokens(output, at, part), chunk_states, state, store_final_states(at, state, final)
 
     # The state after a sequence without tokens is the state before it.
     start = (jnp.zeros_like(record.x), chunk_states, first if packed is None else jnp.zeros_like(first[:1]), first)
-    output, chunk_states, _, final = lax.fori_loop(jnp.int32(0), jnp.int32(num_chunks(record)), chunk, start)
+    output, chunk_states, _, final = (
+        fixed_loop(num_chunks(record), chunk, start)
+        if config.batch_invariant
+        else lax.fori_loop(jnp.int32(0), jnp.int32(num_chunks(record)), chunk, start)
+    )
     return (output, jnp.swapaxes(final, 1, 2)), ScanResiduals(states=chunk_states)

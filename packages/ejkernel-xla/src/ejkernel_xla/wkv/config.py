@@ -14,9 +14,11 @@ class TokenLoop:
 
     Attributes:
         unroll: Tokens per iteration of the loop.
+        batch_invariant: Whether each row is computed alone, one token at a time.
     """
 
     unroll: int
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         check_positive(self)
@@ -29,6 +31,11 @@ PUBLIC_FIELDS = {"unroll": "unroll"}
 def heuristic(record: WKV, device: Any, direction: Direction) -> TokenLoop:
     """Returns the loop for a record on a device, not measured."""
     return TokenLoop(unroll=1)
+
+
+def batch_invariant(record: WKV, device: Any, direction: Direction) -> TokenLoop:
+    """Returns the loop of all calls in a `batch_invariant` block."""
+    return TokenLoop(unroll=1, batch_invariant=True)
 
 
 def candidates(record: WKV, device: Any, direction: Direction) -> tuple[TokenLoop, ...]:

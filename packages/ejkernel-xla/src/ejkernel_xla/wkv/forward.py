@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.wkv import WKV, State, accumulator, first_state, state_after_token
+from ejkernel.families.wkv import FAMILY, WKV, State, accumulator, first_state, state_after_token
+from ejkernel_xla.fixed_tiles import forward_in_tiles, scan_fixed
 from ejkernel_xla.wkv.config import TokenLoop
 
 
@@ -21,9 +22,15 @@ def forward(record: WKV, config: TokenLoop) -> tuple[tuple[jax.Array, jax.Array]
         Output [B, T, C] in the value's dtype and the state [B, 3, C] in the accumulator's. There are no residuals: the
         backward pass scans the tokens again.
     """
+    if config.batch_invariant:
+        return forward_in_tiles(lambda row: _forward(row, config), record, FAMILY.axes_of(record), "b", block=1), ()
+    return _forward(record, config), ()
+
+
+def _forward(record: WKV, config: TokenLoop) -> tuple[jax.Array, jax.Array]:
     parameters = (record.decay, record.bonus)
     output, state = scan_tokens(parameters, (record.key, record.value), first_state(record), record, config)
-    return (output, jnp.stack(state, axis=1)), ()
+    return output, jnp.stack(state, axis=1)
 
 
 def scan_tokens(
@@ -47,5 +54,9 @@ def scan_tokens(
         return state, output.astype(record.value.dtype)
 
     time_major = functools.partial(jnp.moveaxis, source=1, destination=0)
-    state, outputs = lax.scan(token, state, tuple(time_major(x) for x in tokens), unroll=config.unroll)
+    arrays = tuple(time_major(x) for x in tokens)
+    if config.batch_invariant:
+        state, outputs = scan_fixed(token, state, arrays, record.key.shape[1])
+    else:
+        state, outputs = lax.scan(token, state, arrays, unroll=config.unroll)
     return jnp.moveaxis(outputs, 0, 1), state

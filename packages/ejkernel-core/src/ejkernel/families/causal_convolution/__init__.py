@@ -15,6 +15,7 @@ from ejkernel.families.causal_convolution.reference import reference
 from ejkernel.families.causal_convolution.token_shards import record_for_explain, run_on_token_shard
 from ejkernel.families.contract import Family, TokenShardFunctions
 from ejkernel.planning.requests import packed_requests
+from ejkernel.types.invariances import invariances_of_recurrences
 
 __all__ = [
     "FAMILY",
@@ -56,4 +57,5 @@ FAMILY = Family(
     token_sharding=TokenShardFunctions(run=run_on_token_shard, kernel_record_for_explain=record_for_explain),
     reference=reference,
     requests=requests,
+    invariances=invariances_of_recurrences,
 )

@@ -22,6 +22,7 @@ from ejkernel.families.linear_recurrence.record import (
 from ejkernel.families.linear_recurrence.reference import reference
 from ejkernel.families.linear_recurrence.token_shards import record_for_explain, run_on_token_shard
 from ejkernel.planning.requests import SHARED, packed_requests, segment_owners
+from ejkernel.types.invariances import invariances_of_recurrences
 
 __all__ = [
     "FAMILY",
@@ -101,4 +102,5 @@ FAMILY = Family(
     token_sharding=TokenShardFunctions(run=run_on_token_shard, kernel_record_for_explain=record_for_explain),
     reference=reference,
     requests=requests,
+    invariances=invariances_of_recurrences,
 )

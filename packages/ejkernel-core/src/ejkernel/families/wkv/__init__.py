@@ -23,4 +23,5 @@ FAMILY = Family(
     # Each shard is a separate call, since rows and channels are independent.
     shardable="bi",
     reference=reference,
+    invariances=lambda record: frozenset({"batch", "padding", "chunking"}),
 )

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.planning.precision import product_precision
+from ejkernel_xla.fixed_tiles import scan_fixed
 
 
 class ChunkTokens(NamedTuple):
@@ -44,6 +45,19 @@ def chunk_cotangents(
     if associative:
         return jax.vjp(_associative_scan, state, tokens, decay)[1](cotangents)
     return _pull_sequential_scan(state, tokens, decay, cotangents)
+
+
+def advance_token_by_token(state: jax.Array, tokens: ChunkTokens, decay: jax.Array, skip: jax.Array) -> StatesAndReads:
+    """Returns the states after a chunk and its outputs, with D x added, by the same program for any number of tokens.
+
+    The output of each token is computed in the loop, where XLA does not fuse it with arrays of all tokens.
+    """
+
+    def token(state: jax.Array, token: ChunkTokens) -> StatesAndReads:
+        state = _state_after_token(state, token, decay)
+        return state, _dot("rei,re->ri", state, token.read) + skip * token.x
+
+    return scan_fixed(token, state, tokens, tokens.x.shape[0])
 
 
 def _associative_scan(state: jax.Array, tokens: ChunkTokens, decay: jax.Array) -> StatesAndReads:
