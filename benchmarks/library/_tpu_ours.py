@@ -155,6 +155,26 @@ def convolution(gradient: bool = False) -> Workload:
     return dataclasses.replace(made, flops=2 * operations, min_hbm_bytes=3 * size) if gradient else made
 
 
+def convolution_steps(tokens: int = 1, sequences: int = 64) -> Workload:
+    """Decode steps of the convolution in slots: 4096 channels, 4 weights, `tokens` tokens of each sequence."""
+    channels, width, slots, total = 4096, 4, 2 * sequences, tokens * sequences
+    x = jax.ShapeDtypeStruct((1, total, channels), jnp.bfloat16)
+    weight = jax.ShapeDtypeStruct((channels, width), jnp.float32)
+    bias = jax.ShapeDtypeStruct((channels,), jnp.float32)
+    held = jax.ShapeDtypeStruct((slots, channels, width - 1), jnp.bfloat16)
+    starts = (np.arange(sequences + 1) * tokens).astype(np.int32)
+    indices = np.random.default_rng(0).permutation(slots)[:sequences].astype(np.int32)
+
+    def function(*args: Any) -> Any:
+        *fields, indices = args
+        options: Any = {"state_indices": indices, "activation": "silu", "return_state": True, "platform": "pallas"}
+        return causal_conv1d(*fields, **options)
+
+    size = 2 * 2 * channels * (total + sequences * (width - 1))
+    args = (x, weight, bias, held, starts, indices)
+    return Workload(function=function, args=args, flops=2.0 * total * channels * width, min_hbm_bytes=size)
+
+
 def scan(gradient: bool = False) -> Workload:
     """The selective scan of 8192 tokens, 2048 channels and 16 numbers a state; with the gradients of its sum."""
     tokens, channels, size = 8192, 2048, 16

@@ -140,7 +140,8 @@ STEPS = tuple(
     for kind in KINDS[1:]
     for n in (1, 8)
 ) + tuple(
-    case(f"decode steps of {n} token{'s' * (n > 1)} in slots, selective scan, ejkernel", "scan_steps", OURS, tokens=n)
+    case(f"decode steps of {n} token{'s' * (n > 1)} in slots, {what}, ejkernel", build, OURS, tokens=n)
+    for what, build in (("selective scan", "scan_steps"), ("causal convolution", "convolution_steps"))
     for n in (1, 8)
 )
 VECTORS = tuple(

@@ -26,6 +26,7 @@ KERNELS = (
     ("attention", {"gradient": True}, (f"{ATTENTION}_forward", f"{ATTENTION}_backward_keys")),
     ("selected_blocks", {"gradient": True}, (f"{SELECTED}_fwd", f"{SELECTED}_bwd_dq", f"{SELECTED}_bwd_dkdv")),
     ("convolution", {"gradient": True}, (f"{CONVOLUTION}_fwd", f"{CONVOLUTION}_bwd")),
+    ("convolution_steps", {"tokens": 8}, (f"{CONVOLUTION}_update",)),
     ("scan", {"gradient": True}, (f"{SCAN}_selective_scan_fwd", f"{SCAN}_selective_scan_bwd")),
     ("scan_steps", {}, (f"{SCAN}_selective_state_update",)),
     ("recurrence", {"kind": "KDA", "gradient": True}, (f"{RECURRENCE}_chunk_fwd", f"{RECURRENCE}_chunk_bwd")),

@@ -11,6 +11,7 @@ from tpu_records import interpreted, simulated
 
 from ejkernel.families.causal_convolution import CausalConvolution, reference
 from ejkernel.types.pullback import Pullback
+from ejkernel_pallas.tpu.causal_convolution import plan
 from ejkernel_pallas.tpu.causal_convolution.backward import backward
 from ejkernel_pallas.tpu.causal_convolution.config import TpuConvolution
 from ejkernel_pallas.tpu.causal_convolution.forward import forward
@@ -86,6 +87,54 @@ def test_values_and_gradients_without_races(name):
     with simulated():
         compare(CASES[name], jax.jit(passes)(CASES[name]))
     assert not found()
+
+
+def slots_record(shape, bounds, slots, dtype="float32", of_slots=None, num_slots=5):
+    """A record whose states are in slots; slots of no sequence hold NaN, and so do padding tokens."""
+    made = record(shape, dtype, bounds=bounds, bias=True, activation=True)
+    held = np.random.default_rng(2).normal(size=(num_slots, shape[2], shape[3] - 1))
+    held[np.setdiff1d(np.arange(num_slots), [n for n in slots if 0 <= n < num_slots])] = np.nan
+    states = {"sequence_state": jnp.asarray(held, of_slots or dtype), "state_slots": jnp.asarray(slots, jnp.int32)}
+    return dataclasses.replace(made, x=made.x.at[:, bounds[-1] :].set(jnp.nan), **states)
+
+
+UPDATES = {
+    "a token each, more channels than a block": slots_record((1, 3, 256, 4), [0, 1, 2, 3], [4, 0, 2]),
+    "no slot, an empty sequence, padding": slots_record((1, 20, 24, 4), [0, 3, 3, 4, 12], [-1, 1, 4, 0]),
+    "slots wider than tokens": slots_record((1, 16, 24, 3), [0, 8, 16], [2, 9], "bfloat16", "float32"),
+    "bfloat16": slots_record((1, 9, 100, 5), [0, 2, 9], [2, 1], "bfloat16"),
+}
+
+
+def check_update(made):
+    """Compares outputs and slots with the reference, and that the kernel for steps computes them."""
+    assert plan.update_block_channels(made, CONFIG) == min(128, made.x.shape[2])
+    output, slots = jax.jit(lambda made: forward(made, CONFIG)[0])(made)
+    expected = reference(made)[0]
+    for mine, theirs in zip((output, slots), expected, strict=True):
+        assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
+        mine, theirs = np.asarray(mine, np.float64), np.asarray(theirs, np.float64)
+        np.testing.assert_array_equal(np.isnan(mine), np.isnan(theirs))
+        assert np.linalg.norm(np.nan_to_num(mine - theirs)) <= (1e-6 if made.x.dtype == jnp.float32 else 1e-2) * (
+            np.linalg.norm(np.nan_to_num(theirs))
+        )
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_values_of_updated_slots_without_races(name):
+    with simulated():
+        check_update(UPDATES[name])
+    assert not found()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_slots", "channels"), [(64, 64, 1024), (513, 64, 0), (64, 513, 0), (512, 512, 512)]
+)
+def test_long_prompts_and_unused_slots_are_left_to_xla(tokens, num_slots, channels):
+    made = jax.eval_shape(lambda: slots_record((1, tokens, 4096, 4), list(range(65)), list(range(64)), num_slots=600))
+    held = jax.ShapeDtypeStruct((num_slots, 4096, 3), jnp.float32)
+    made = dataclasses.replace(made, sequence_state=held)
+    assert plan.update_block_channels(made, TpuConvolution(block_t=512, block_c=1024)) == channels
 
 
 def test_padding_is_not_read():

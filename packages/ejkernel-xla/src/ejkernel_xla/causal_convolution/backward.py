@@ -7,10 +7,12 @@ import jax
 
 from ejkernel.families.causal_convolution import CausalConvolution, states
 from ejkernel.families.causal_convolution.final_states import add_state_gradients
+from ejkernel.families.causal_convolution.slot_states import backward_with_slot_states
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.causal_convolution.forward import activated_output
 
 
+@backward_with_slot_states
 def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
     """Returns gradients of the requested fields of a record.
 

@@ -11,9 +11,11 @@ from ejkernel.families.causal_convolution import (
     token_sequences_and_positions,
 )
 from ejkernel.families.causal_convolution.final_states import final_states, output_contributions_of_states
+from ejkernel.families.causal_convolution.slot_states import forward_with_slot_states
 from ejkernel_xla.fixed_tiles import RowOrder, map_tiles
 
 
+@forward_with_slot_states
 def forward(record: CausalConvolution, config: RowOrder) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
     """Returns output and final states of a record.
 
@@ -22,7 +24,7 @@ def forward(record: CausalConvolution, config: RowOrder) -> tuple[tuple[jax.Arra
         config: Whether tokens are computed in tiles of fixed sizes.
 
     Returns:
-        Output [B, T, C] and final states, both in x's dtype. There are no residuals.
+        Output [B, T, C] and final states, both in x's dtype, or the slots. There are no residuals.
     """
     output = _output_in_tiles(record) if config.batch_invariant else activated_output(record)
     return (output, final_states(record)), ()

@@ -33,7 +33,7 @@ def requests(record: CausalConvolution) -> tuple[dict[str, Any], ...]:
     """Returns the owners of a record's entries: packed sequences, or the rows."""
     if record.cu_seqlens is None:
         return ({"b": np.arange(record.x.shape[0])},)
-    return (packed_requests(record.cu_seqlens, record.x.shape[1]),)
+    return (packed_requests(record.cu_seqlens, record.x.shape[1], record.sequence_state, record.state_slots),)
 
 
 FAMILY = Family(
@@ -49,6 +49,7 @@ FAMILY = Family(
         "initial_state": "b i s",
         "cu_seqlens": "n",
         "sequence_state": "r i s",
+        "state_slots": "n",
         # Final states of packed sequences have b = N there: a packed call has one row, which cannot be split.
         "output": ("b t i", "b i s"),
     },

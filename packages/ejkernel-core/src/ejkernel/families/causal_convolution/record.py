@@ -20,7 +20,11 @@ class CausalConvolution:
         initial_state: [B, C, W - 1] floating, the tokens before the first of every row; None is zeros.
         cu_seqlens: [N + 1] int, with B = 1: sequence n owns tokens `cu_seqlens[n] : cu_seqlens[n + 1]`, and sees no
             others.
-        sequence_state: [N, C, W - 1] floating, with `cu_seqlens`: the tokens before the first of every sequence.
+        sequence_state: [N, C, W - 1] floating, with `cu_seqlens`: the tokens before the first of every sequence; with
+            `state_slots` the slots [S, C, W - 1] that hold them.
+        state_slots: [N] int, the slot in which each packed sequence has its state; those of sequences with tokens
+            are different. A sequence whose index is no slot, such as -1, starts from zeros and stores nothing. The
+            final states are then all slots, in their dtype.
         activation: None, or `"silu"`.
     """
 
@@ -30,6 +34,7 @@ class CausalConvolution:
     initial_state: jax.Array | None = None
     cu_seqlens: jax.Array | None = None
     sequence_state: jax.Array | None = None
+    state_slots: jax.Array | None = None
     activation: str | None = static(None)
 
 
@@ -39,7 +44,10 @@ def accumulator(record: CausalConvolution) -> Any:
 
 
 def states(record: CausalConvolution) -> jax.Array:
-    """Returns the tokens before the first ones, [B, C, W - 1], or [N, C, W - 1] of packed sequences, in x's dtype."""
+    """Returns the tokens before the first ones, [B, C, W - 1], or [N, C, W - 1] of packed sequences, in x's dtype.
+
+    States in slots have to be read out of them before (`slot_states.with_plain_states`).
+    """
     state = record.initial_state if record.cu_seqlens is None else record.sequence_state
     if state is not None:
         return state.astype(record.x.dtype)

@@ -21,6 +21,7 @@ from ejkernel.families.causal_convolution.record import (
     states,
     token_sequences_and_positions,
 )
+from ejkernel.families.causal_convolution.slot_states import with_plain_states, with_stored_states
 
 
 def reference(record: CausalConvolution) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
@@ -28,8 +29,10 @@ def reference(record: CausalConvolution) -> tuple[tuple[jax.Array, jax.Array], t
     float32.
 
     Returns:
-        Output [B, T, C] and final states [B, C, W - 1], or [N, C, W - 1], both in x's dtype. There are no residuals.
+        Output [B, T, C] and final states [B, C, W - 1], or [N, C, W - 1], both in x's dtype, or the slots. There are
+        no residuals.
     """
+    original, record = record, with_plain_states(record)
     dtype, width = accumulator(record), record.weight.shape[1]
     sequence, before = token_sequences_and_positions(record)[0], states(record)
     sums = jnp.zeros(record.x.shape, dtype)
@@ -38,7 +41,7 @@ def reference(record: CausalConvolution) -> tuple[tuple[jax.Array, jax.Array], t
     if record.bias is not None:
         sums = sums + record.bias.astype(dtype)
     output = jnp.where((sequence >= 0)[..., None], activate(record, sums), 0)
-    return (output.astype(record.x.dtype), _final_state(record, before)), ()
+    return (output.astype(record.x.dtype), with_stored_states(original, _final_state(record, before))), ()
 
 
 def _delayed_tokens(record: CausalConvolution, initial_states: jax.Array, k: int) -> jax.Array:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.causal_convolution.record import CausalConvolution, states
+from ejkernel.families.causal_convolution.slot_states import with_plain_states, with_stored_states
 from ejkernel.planning.token_shards import PackedBorders, TokenShards, packed_borders
 
 Run = Callable[[Any], tuple[jax.Array, jax.Array]]
@@ -30,6 +31,7 @@ def run_on_token_shard(run: Run, record: CausalConvolution, shards: TokenShards)
         record: The record of this device's tokens.
         shards: How tokens are split.
     """
+    original, record = record, with_plain_states(record)
     before, final = _states_at_shard_borders(record, shards)
     if record.cu_seqlens is None:
         read, _ = run(dataclasses.replace(record, initial_state=before))
@@ -37,12 +39,12 @@ def run_on_token_shard(run: Run, record: CausalConvolution, shards: TokenShards)
     packed = packed_borders(record.cu_seqlens, shards)
     entering = _states_entering_sequences(record, before, packed, record.cu_seqlens, shards)
     read, final = run(dataclasses.replace(record, cu_seqlens=packed.cu_seqlens, sequence_state=entering))
-    return read, shards.sum(jnp.where(packed.ends[:, None, None], final, 0))
+    return read, with_stored_states(original, shards.sum(jnp.where(packed.ends[:, None, None], final, 0)))
 
 
 def record_for_explain(record: CausalConvolution) -> CausalConvolution:
     """Returns a device's record with the shapes that its kernel gets, for `explain`; its states have other values."""
-    name = "initial_state" if record.cu_seqlens is None else "sequence_state"
+    record, name = with_plain_states(record), "initial_state" if record.cu_seqlens is None else "sequence_state"
     return dataclasses.replace(record, **{name: states(record)})
 
 

@@ -186,6 +186,9 @@ def lower(args: CausalConv1dArguments) -> CausalConvolution:
         before = before[..., before.shape[2] - (args.weight.shape[1] - 1) :]
         token = {"x": x[:, None], "initial_state": before}
         return CausalConvolution(weight=args.weight, bias=args.bias, activation=args.activation, **token)
+    if convolution_states.kernels_update_slots(args):
+        slots = {"cu_seqlens": args.cu_seqlens, "sequence_state": args.initial_state, "state_slots": args.state_indices}
+        return CausalConvolution(x=args.x, weight=args.weight, bias=args.bias, activation=args.activation, **slots)
     packed, before = args.cu_seqlens is not None, convolution_states.tokens_before_first(args)
     return CausalConvolution(
         x=args.x,

@@ -8,6 +8,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.families.causal_convolution import CausalConvolution, reference, states
 from ejkernel.families.causal_convolution.final_states import add_state_gradients
+from ejkernel.families.causal_convolution.slot_states import backward_with_slot_states
 from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.causal_convolution import plan
 from ejkernel_pallas.tpu.causal_convolution.config import TOKENS_PER_REGISTER, TpuConvolution
@@ -21,6 +22,7 @@ from ejkernel_pallas.tpu.mosaic.vectors import LANES
 Gradients = dict[str, jax.Array]
 
 
+@backward_with_slot_states
 def backward(pullback: Pullback, config: TpuConvolution) -> Gradients:
     """Returns the gradients of the requested fields of a record.
 

@@ -1,5 +1,6 @@
 """Forward pass of the causal convolution on TPUs."""
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -10,13 +11,15 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.families.causal_convolution import CausalConvolution, reference
 from ejkernel.families.causal_convolution.final_states import final_states
+from ejkernel.families.causal_convolution.slot_states import forward_with_slot_states
 from ejkernel_pallas.tpu.causal_convolution import plan
 from ejkernel_pallas.tpu.causal_convolution.config import TpuConvolution
 from ejkernel_pallas.tpu.causal_convolution.kernels.causal_conv_fwd import causal_conv_fwd
+from ejkernel_pallas.tpu.causal_convolution.kernels.causal_conv_update import UpdateRefs, causal_conv_update
 from ejkernel_pallas.tpu.causal_convolution.kernels.tile import HALO_TOKENS, ConvolutionRefs
 from ejkernel_pallas.tpu.causal_convolution.spec import ConvolutionSpec, make_spec
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch
-from ejkernel_pallas.tpu.mosaic.vectors import LANES
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES
 
 
 def forward(record: CausalConvolution, config: TpuConvolution) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
@@ -27,8 +30,19 @@ def forward(record: CausalConvolution, config: TpuConvolution) -> tuple[tuple[ja
         config: Blocks.
 
     Returns:
-        Output [B, T, C] and final states, both in x's dtype. There are no residuals.
+        Output [B, T, C] and final states, both in x's dtype, or the slots in theirs. There are no residuals.
     """
+    states, channels = plan.slot_states(record), plan.update_block_channels(record, config)
+    if states is None or not channels:
+        return _convolve_blocks(record, config)
+    return _update_slots(record, states, dataclasses.replace(make_spec(record, config), block_c=channels)), ()
+
+
+@forward_with_slot_states
+def _convolve_blocks(
+    record: CausalConvolution, config: TpuConvolution
+) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
+    """Returns the output and the final states of a record, by blocks of tokens."""
     spec = make_spec(record, config)
     results = run(
         "causal_conv_fwd",
@@ -45,6 +59,45 @@ def forward(record: CausalConvolution, config: TpuConvolution) -> tuple[tuple[ja
         (rows, _), _ = reference(first.first_tokens_record)
         output = plan.replace_first_tokens(first, spec.is_packed, output, rows)
     return (output, final_states(record)), ()
+
+
+def _update_slots(
+    record: CausalConvolution, states: plan.SlotStates, spec: ConvolutionSpec
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the output of a step, and the slots with the last tokens of its sequences, updated in place."""
+    slots, x = jnp.transpose(states.slots, (2, 0, 1)), record.x[0]  # the layout of XLA on TPUs: no copy
+    by_row = pltpu.VMEM((x.shape[0] * SUBLANES, LANES), jnp.float32)
+    weights = Operand(
+        plan.weights_by_row(record, spec),
+        (spec.filter_width + 1, None, SUBLANES, LANES),
+        lambda tile, *_: (0, tile, 0, 0),
+    )
+
+    def tile_operand(x: Any) -> Operand:
+        return Operand(x, (*x.shape[:-1], spec.block_c), lambda tile, *_: (*(0,) * (len(x.shape) - 1), tile))
+
+    results = launch(
+        KernelCall(
+            name="ejkernel_causal_convolution_causal_conv_update",
+            kernel=functools.partial(causal_conv_update, spec=spec),
+            refs=UpdateRefs,
+            grid=(x.shape[1] // spec.block_c,),
+            num_parallel_axes=1,
+            scalar_tables=plan.slot_tables(states, x.shape[0]),
+            inputs={"x": tile_operand(x), "weights": weights, "initial_states": tile_operand(slots)},
+            outputs={
+                "output": tile_operand(jax.ShapeDtypeStruct(x.shape, x.dtype)),
+                "final_states": tile_operand(jax.ShapeDtypeStruct(slots.shape, slots.dtype)),
+            },
+            scratch={
+                "tokens_by_row": by_row,
+                "outputs_by_row": by_row,
+                "states_by_row": pltpu.VMEM((slots.shape[0], slots.shape[1] * SUBLANES, LANES), jnp.float32),
+            },
+            aliases={"initial_states": "final_states"},
+        )
+    )
+    return results["output"][None], jnp.transpose(results["final_states"], (1, 2, 0))
 
 
 def block_operand(spec: ConvolutionSpec, x: Any, *, reverses_token_blocks: bool = False) -> Operand:

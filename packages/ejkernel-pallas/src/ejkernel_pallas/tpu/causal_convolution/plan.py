@@ -17,7 +17,16 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.causal_convolution import CausalConvolution, states
+from ejkernel_pallas.tpu.causal_convolution.config import TpuConvolution
 from ejkernel_pallas.tpu.causal_convolution.spec import ConvolutionSpec
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES
+
+MAX_STEP_TOKENS = 8
+"""The largest mean number of tokens of a sequence for which slots are updated token by token."""
+MAX_SLOTS_PER_SEQUENCE = 8
+"""The largest number of slots per sequence for which all slots are copied: a copy of one slot takes eight anyway."""
+MAX_UPDATE_VMEM_BYTES = 32 * 2**20
+"""VMEM for blocks and scratch memory of the kernel that updates slots."""
 
 
 class FirstTokens(NamedTuple):
@@ -87,6 +96,70 @@ def scalar_tables(record: CausalConvolution, spec: ConvolutionSpec) -> dict[str,
     first = jnp.searchsorted(bounds[:-1] + spec.filter_width - 1, begin, side="right")
     after = jnp.searchsorted(bounds[:-1], begin + spec.block_t, side="left")
     return {"sequence_bounds": bounds, "first_token_sequence_ranges": jnp.concatenate([first, after]).astype(jnp.int32)}
+
+
+class SlotStates(NamedTuple):
+    """Packed sequences whose states are in slots.
+
+    Attributes:
+        slots: [S, C, W - 1].
+        slot_of_sequence: int [N].
+        cu_seqlens: int [N + 1].
+    """
+
+    slots: jax.Array
+    slot_of_sequence: jax.Array
+    cu_seqlens: jax.Array
+
+
+def slot_states(record: CausalConvolution) -> SlotStates | None:
+    """Returns the states of a record in slots; None where it has no slots."""
+    slots, slot_of_sequence, bounds = record.sequence_state, record.state_slots, record.cu_seqlens
+    if slots is None or slot_of_sequence is None or bounds is None:
+        return None
+    return SlotStates(slots, slot_of_sequence, bounds)
+
+
+def update_block_channels(record: CausalConvolution, config: TpuConvolution) -> int:
+    """Returns the channels per grid step of the kernel that updates slots; 0 for a record that it does not serve.
+
+    It computes token by token, and copies all slots, so it serves steps of few tokens whose sequences have many of the
+    slots.
+    """
+    states = slot_states(record)
+    if states is None:
+        return 0
+    (_, tokens, channels), (slots, _, num_state_tokens) = record.x.shape, states.slots.shape
+    sequences = states.slot_of_sequence.shape[0]
+    if tokens > MAX_STEP_TOKENS * sequences or slots > MAX_SLOTS_PER_SEQUENCE * sequences:
+        return 0
+    # Two blocks of the inputs and of the outputs, and copies in float32.
+    bytes_per_channel = num_state_tokens * slots * (4 * states.slots.dtype.itemsize + 4)
+    bytes_per_channel += tokens * (4 * record.x.dtype.itemsize + 8)
+    most = min(config.block_c, SUBLANES * LANES, MAX_UPDATE_VMEM_BYTES // bytes_per_channel)
+    if channels <= most:
+        return channels
+    # Interpreted, an array that is updated in place has whole blocks.
+    return next((n for n in range(most // LANES * LANES, 0, -LANES) if channels % n == 0), 0)
+
+
+def slot_tables(states: SlotStates, tokens: int) -> dict[str, jax.Array]:
+    """Returns what the kernel that updates slots reads as scalars: `sequence_bounds`, int32 [N + 1], and
+    `slot_of_sequence`, int32 [N], -1 for a sequence without a slot.
+    """
+    index = states.slot_of_sequence
+    return {
+        "sequence_bounds": jnp.clip(states.cu_seqlens.astype(jnp.int32), 0, tokens),
+        "slot_of_sequence": jnp.where((index >= 0) & (index < states.slots.shape[0]), index, -1).astype(jnp.int32),
+    }
+
+
+def weights_by_row(record: CausalConvolution, spec: ConvolutionSpec) -> jax.Array:
+    """Returns `weights_and_bias` as float32 [W + 1, tiles, 8, 128]: the channels of a tile in rows, and then zeros."""
+    rows = weights_and_bias(record, spec)
+    rows = rows.reshape(rows.shape[0], -1, spec.block_c)
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, SUBLANES * LANES - spec.block_c)))
+    return rows.reshape(*rows.shape[:2], SUBLANES, LANES)
 
 
 def weights_and_bias(record: CausalConvolution, spec: ConvolutionSpec) -> jax.Array:

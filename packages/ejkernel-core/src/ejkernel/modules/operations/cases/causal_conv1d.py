@@ -71,7 +71,7 @@ _CASE_TABLE: tuple[_Row, ...] = (
 
 def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    in_slots = (_slotted_states_case(record_type, packed) for packed in (False, True))
+    in_slots = (_slotted_states_case(record_type, *kind) for kind in ((False, 4), (True, 4), (True, 3)))
     return (*(_make_case(record_type, row) for row in _CASE_TABLE), *in_slots, _draft_tree_case(record_type))
 
 
@@ -90,18 +90,20 @@ def _draft_tree_case(record_type: type) -> Case:
     return tagged_case("packed trees of draft tokens", make, ("bias", "initial_state"), ("awkward",))
 
 
-def _slotted_states_case(record_type: type, is_packed: bool) -> Case:
-    """Returns a case whose states, of W tokens, lie in slots; one row or sequence has none."""
+def _slotted_states_case(record_type: type, is_packed: bool, tokens_per_state: int) -> Case:
+    """Returns a case whose states, of W = 4 tokens or of W - 1, lie in slots; one row or sequence has none."""
     rows, tokens, sequences = (1, 63, len(CU_SEQLENS) - 1) if is_packed else (3, 1, 3)
 
     def make(key: jax.Array) -> Any:
-        shapes = {"x": (rows, tokens, 20), "weight": (20, 4), "bias": (20,), "initial_state": (7, 20, 4)}
+        shapes = {"x": (rows, tokens, 20), "weight": (20, 4), "bias": (20,), "initial_state": (7, 20, tokens_per_state)}
         keys = jax.random.split(key, len(shapes))
         arrays = {name: jax.random.normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
         bounds = {"cu_seqlens": jnp.array(CU_SEQLENS, jnp.int32)} if is_packed else {}
         indices = jnp.array([5, -1, 2, 0, 6][:sequences], jnp.int32)
         return record_type(**arrays, **bounds, state_indices=indices, **_SILU_ARGUMENTS, **_RETURN_STATE_ARGUMENTS)
 
+    if tokens_per_state == 3:
+        return tagged_case("packed, slots of W - 1 tokens", make, ("sequence_state", "state_slots"), ("awkward",))
     name, field = ("packed, states in slots", "sequence_state") if is_packed else ("decode in slots", "initial_state")
     return tagged_case(name, make, (field,), ())
 

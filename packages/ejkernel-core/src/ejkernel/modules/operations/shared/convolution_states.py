@@ -8,6 +8,19 @@ import jax.numpy as jnp
 from ejkernel.planning.trees import path_windows, token_trees
 
 
+def kernels_update_slots(args: Any) -> bool:
+    """Returns whether implementations read and store the states in slots: those of packed sequences, of W - 1 tokens.
+
+    The states of rows, and those of W tokens, are read before a kernel and stored after it.
+    """
+    return (
+        args.cu_seqlens is not None
+        and args.state_indices is not None
+        and args.parents is None
+        and args.initial_state.shape[2] == args.weight.shape[1] - 1
+    )
+
+
 def tokens_before_first(args: Any) -> jax.Array | None:
     """Returns the tokens before the first ones, [B, I, W - 1], or [N, I, W - 1] of packed sequences; None for zeros."""
     state = _initial_states(args)
@@ -19,8 +32,11 @@ def updated_states(args: Any, last_tokens: jax.Array) -> jax.Array:
 
     Args:
         args: The argument record of `causal_conv1d`.
-        last_tokens: The last W - 1 tokens of every row or sequence, [B, I, W - 1] or [N, I, W - 1].
+        last_tokens: The last W - 1 tokens of every row or sequence, [B, I, W - 1] or [N, I, W - 1]; the updated slots
+            where `kernels_update_slots`.
     """
+    if kernels_update_slots(args):
+        return last_tokens
     state = _initial_states(args)
     if state is None:
         return last_tokens
