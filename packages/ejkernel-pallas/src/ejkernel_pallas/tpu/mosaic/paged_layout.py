@@ -12,6 +12,7 @@ import jax
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
+from ejkernel_pallas.tpu.mosaic.code_rows import CodeFormat, CodeRows
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 
 MEMORY_TILE_ROWS = 8
@@ -35,6 +36,7 @@ class CacheLayout:
         tokens_along_lanes: Whether a page is stored as [D, S], with tokens along lanes; see
             `stores_tokens_along_lanes`.
         rotary_dim: Elements per key in a second cache, stored as [Dr, S], next to latent rows; 0 without one.
+        codes: TurboQuant's codes, whose pages are stored as [Hk, bytes, S]; None in a cache of numbers.
     """
 
     layout: str
@@ -47,10 +49,11 @@ class CacheLayout:
     is_latent: bool = False
     tokens_along_lanes: bool = False
     rotary_dim: int = 0
+    codes: CodeFormat | None = None
 
     def has_tokens_along_lanes(self, is_second_cache: bool) -> bool:
         """Returns whether the first or the second cache is stored with tokens along lanes."""
-        return self.rotary_dim > 0 if is_second_cache else self.tokens_along_lanes
+        return self.rotary_dim > 0 if is_second_cache and self.codes is None else self.tokens_along_lanes
 
     @property
     def is_head_major(self) -> bool:
@@ -98,7 +101,10 @@ class CacheLayout:
         """
         words = self.word_rows_per_token // self.num_head_groups
         alone = (
-            self.is_head_major or self.is_latent or (self.interleaves_keys_and_values and self.elements_per_word == 1)
+            self.is_head_major
+            or self.is_latent
+            or self.codes is not None
+            or (self.interleaves_keys_and_values and self.elements_per_word == 1)
         )
         return not alone and words & (words - 1) == 0
 
@@ -124,6 +130,28 @@ def caches_as_stored(record: PagedAttention) -> tuple[jax.Array, ...]:
         return (pages.reshape(count, slots, heads * 2, size),)
     pack, lanes = paged_cache.values_per_32_bits(pages.dtype), max(size, LANES)
     return (pages.reshape(count, slots, -1, pack, lanes),)
+
+
+def code_caches_as_stored(record: PagedAttention) -> dict[str, jax.Array]:
+    """Returns the arrays of a cache of codes, by the names of the kernel's refs, as XLA stores them if pages have
+    multiples of 128 slots: [P, Hk, bytes, S], and the values' norms [P, Hk, S].
+    """
+    names = ("key_pages", "value_pages", "key_signs", "key_norms", "value_norms")
+    arrays = {name.replace("_pages", "s"): getattr(record, name) for name in names}
+    return {name: x.transpose(0, *range(2, x.ndim), 1) for name, x in arrays.items() if x is not None}
+
+
+def make_code_format(record: PagedAttention) -> CodeFormat:
+    """Returns the codes of a record's cache."""
+    assert record.code_bits is not None  # the cache has codes
+    assert record.value_pages is not None  # and values of their own
+    size = record.key_pages.shape[-1] * 8 // record.code_bits[0]
+    values = record.value_pages.shape[-1] * 8 // record.code_bits[1]
+    signs = None
+    if record.key_signs is not None:
+        signs = CodeRows(1, record.key_signs.shape[-1] * 8, packs_halves=record.query.dtype.itemsize == 2)
+    keys = CodeRows(record.code_bits[0], size)
+    return CodeFormat(keys, CodeRows(record.code_bits[1], values), signs, cdiv(size, LANES) * LANES)
 
 
 def stores_tokens_along_lanes(size: int) -> bool:
@@ -162,6 +190,18 @@ def make_cache_layout(record: PagedAttention) -> CacheLayout:
     letters, pages = record.kv_layout, record.key_pages
     pack, size, slots = paged_cache.values_per_32_bits(pages.dtype), pages.shape[-1], paged_cache.page_size(record)
     latent = record.latent is not None
+    if record.code_bits is not None:
+        return CacheLayout(
+            layout=letters,
+            key_and_value_share_lanes=False,
+            slots_per_page=slots,
+            word_rows_per_token=1,
+            elements_per_word=1,
+            elements_per_row=size,
+            num_lane_groups=1,
+            tokens_along_lanes=True,
+            codes=make_code_format(record),
+        )
     if letters in ("phsd", "hpsd"):
         return CacheLayout(
             layout=letters,

@@ -14,7 +14,7 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.paged_attention import FAMILY, PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.ops import ConfigSpace, Implementation
-from ejkernel_pallas.tpu.mosaic.paged_layout import key_and_value_share_row, rows_per_token
+from ejkernel_pallas.tpu.mosaic.paged_layout import key_and_value_share_row, make_code_format, rows_per_token
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention import config
 from ejkernel_pallas.tpu.paged_attention.plan import ITEM_FIELDS
@@ -36,6 +36,15 @@ SUPPORTED_OPTIONAL_FIELDS = frozenset(
         "sliding_window",
         "softmax_aux",
         "value_scale",
+        "code_bits",
+        "key_codebook",
+        "key_norms",
+        "key_signs",
+        "new_key_norms",
+        "new_key_signs",
+        "new_value_norms",
+        "value_codebook",
+        "value_norms",
     }
 )
 """Optional fields that the kernel honours."""
@@ -49,7 +58,9 @@ SUPPORTED_OPERATIONS = frozenset(
         "page_attention",
         "prefill_page_attention",
         "ragged_page_attention_v2",
+        "ragged_page_attention_v2_turboquant",
         "ragged_page_attention_v3",
+        "ragged_page_attention_v3_turboquant",
         "unified_attention",
     }
 )
@@ -60,6 +71,8 @@ UNPADDED_ROWS_PER_TOKEN = (1, 2, 4)
 """Rows per token that memory stores without padding, in addition to multiples of 8."""
 
 CACHE_DTYPES = ("bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
+NORM_DTYPES = ("bfloat16", "float32")
+"""Dtypes of a cache of numbers, and of the norms in a cache of codes."""
 MAX_HEAD_DIM, MAX_LATENT_DIM = 256, 1024
 """The largest head dimension, and that of latent vectors with their rotary part."""
 MAX_TABLE_SMEM_WORDS = 2**18 - 2**13
@@ -76,7 +89,7 @@ def refusal_reasons(record: PagedAttention) -> Generator[str]:
     if max(record.query.shape[-1], paged_cache.value_head_dim(record)) > most:
         sizes = f"{record.query.shape[-1]} and {paged_cache.value_head_dim(record)}"
         yield f"query: got head sizes {sizes}, the kernel takes at most {most}"
-    if pages.dtype.name not in CACHE_DTYPES:
+    if record.code_bits is None and pages.dtype.name not in CACHE_DTYPES:
         yield f"key_pages: dtype {pages.dtype.name} is not among {', '.join(CACHE_DTYPES)}"
         return
     if record.block_tables is None:
@@ -112,6 +125,9 @@ def _page_refusal_reasons(record: PagedAttention) -> Generator[str]:
     if math.lcm(slots, LANES) > MAX_PAGE_AND_LANES_MULTIPLE:
         block = f"no block of at most {MAX_PAGE_AND_LANES_MULTIPLE} keys has whole pages of {slots} and whole lanes"
         yield f"key_pages: {block}"
+    if record.code_bits is not None:
+        yield from _code_refusal_reasons(record)
+        return
     if layout == paged_cache.LATENT_LAYOUT:
         yield from _latent_page_refusal_reasons(record)
         return
@@ -143,6 +159,33 @@ def _written_prefix_refusal_reasons(record: PagedAttention) -> Generator[str]:
         return
     reading = dataclasses.replace(record, new_keys=None, new_values=None)
     yield from (f"shared_prefix: with new keys, {reason}" for reason in _page_refusal_reasons(reading))
+
+
+def _code_refusal_reasons(record: PagedAttention) -> Generator[str]:
+    """Yields the reasons to refuse a cache of TurboQuant's codes."""
+    slots, codes = paged_cache.page_size(record), make_code_format(record)
+    if slots % LANES:
+        yield (
+            f"key_indices_pages: pages of {slots} slots; wants a multiple of {LANES}: XLA stores smaller pages with "
+            "pages along lanes, so that the bytes of a page are not next to each other"
+        )
+    for name, rows in (("key_indices", codes.keys), ("value_indices", codes.values), ("key_signs", codes.signs)):
+        if rows is not None and not rows.is_supported:
+            yield (
+                f"{name}_pages: {rows.count} codes of {rows.bits} bits; wants 1, 2 or 4 bits, and 1, 2, 4 or a "
+                "multiple of 8 words of 32 bits per vector"
+            )
+        if rows is not None and rows.words * 4 % LANES == 0:
+            size = rows.words * 4
+            yield f"{name}_pages: {size} bytes per vector, which XLA stores along lanes; wants less than {LANES}"
+    for name in ("key_norms", "value_norms"):
+        dtype = getattr(record, name).dtype.name
+        if dtype not in NORM_DTYPES:
+            yield f"{name}_pages: dtype {dtype} is not among {', '.join(NORM_DTYPES)}"
+    if record.compute_dtype is not None:
+        yield "compute_dtype: the kernel does not round unpacked keys and values"
+    if record.shared_prefix is not None:
+        yield "shared_prefix: the kernel reads no shared prefix from codes"
 
 
 def _latent_page_refusal_reasons(record: PagedAttention) -> Generator[str]:

@@ -13,6 +13,7 @@ from ejkernel_pallas.tpu.mosaic.paged_layout import MEMORY_TILE_ROWS, stores_tok
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention.spec import (
     KEYS_PER_CHUNK,
+    MAX_CODE_TILE_ROWS,
     PREFETCHED_BLOCKS,
     PagedTiles,
     heads_share_products,
@@ -47,6 +48,9 @@ DEFAULT_BLOCK_VMEM_BYTES = 4 * 2**20
 Half as many if every sequence has one query and heads share products. Copies then take longer than products, and a
 smaller last block leaves less to compute once its copy has arrived.
 """
+
+DEFAULT_CODE_BLOCK_KEYS = 1024
+"""Keys of a block of codes, which are one step of products."""
 
 MAX_PAIR_BIAS_VMEM_BYTES = 4 * 2**20
 """Bytes of VMEM for the bias for pairs of new tokens: the blocks in flight, and the rows of a product."""
@@ -103,6 +107,8 @@ def default_tile_tokens(record: PagedAttention) -> int:
     by_row = (record.softmax_aux is not None) + (record.alibi_slopes is not None)
     if by_row + (record.shared_prefix is not None) > 1:
         most //= 2  # each row has a sink or a slope in VMEM, or an output in float32: larger tiles do not fit
+    if record.code_bits is not None:
+        most = min(most, MAX_CODE_TILE_ROWS * paged_cache.kv_heads(record) // heads)
     if record.qq_bias is not None:
         align = 16 // math.gcd(16, heads // paged_cache.kv_heads(record))
         most = min(most, cdiv(pair_bias_columns(record), align) * align)
@@ -110,6 +116,8 @@ def default_tile_tokens(record: PagedAttention) -> int:
 
 
 def _default_block_keys(record: PagedAttention, kind: str) -> int:
+    if record.code_bits is not None:
+        return min(DEFAULT_CODE_BLOCK_KEYS, cdiv(paged_cache.max_sequence_len(record), LANES) * LANES)
     most = (
         DEFAULT_BLOCK_VMEM_BYTES // 2
         if default_tile_tokens(record) == 1 and heads_share_products(record) and not is_v7x(kind)

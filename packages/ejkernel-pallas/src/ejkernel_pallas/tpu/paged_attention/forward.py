@@ -15,7 +15,7 @@ from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.shared_prefix import SharedPrefix, positions_and_contexts_of_rows, split_prefix
 from ejkernel.planning.softmax_merge import PartialAttention, merge
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch, resident_operand
-from ejkernel_pallas.tpu.mosaic.paged_layout import caches_as_stored
+from ejkernel_pallas.tpu.mosaic.paged_layout import caches_as_stored, code_caches_as_stored
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention.config import TpuPaged, prefix_config, tile_sizes_of
 from ejkernel_pallas.tpu.paged_attention.kernels import operands
@@ -25,6 +25,7 @@ from ejkernel_pallas.tpu.paged_attention.kernels.online_softmax import NUM_PRODU
 from ejkernel_pallas.tpu.paged_attention.kernels.paged_attention import paged_attention_kernel
 from ejkernel_pallas.tpu.paged_attention.kernels.pair_bias import bias_tokens_per_copy
 from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs
+from ejkernel_pallas.tpu.paged_attention.kernels.write_codes import write_code_pages
 from ejkernel_pallas.tpu.paged_attention.plan import ITEM_FIELDS, WorkList, make_work_list
 from ejkernel_pallas.tpu.paged_attention.spec import PREFETCHED_BLOCKS, PagedSpec, RowTerms, make_spec
 
@@ -43,7 +44,11 @@ def forward(record: PagedAttention, config: TpuPaged) -> tuple[tuple[jax.Array, 
         Output [T, H, Dv] in the query's dtype, lse [T, H] and the updated pages, if any; no residuals.
     """
     # Tokens share words in a latent cache. A copy cannot write half a word, so XLA writes them, in place.
-    record, written = paged_cache.write_new_tokens(record) if record.latent is not None else (record, ())
+    written: tuple[jax.Array, ...] = ()
+    if record.latent is not None:
+        record, written = paged_cache.write_new_tokens(record)
+    elif record.code_bits is not None and record.new_keys is not None:
+        record, written = write_code_pages(record)
     sizes = tile_sizes_of(config)
     if record.shared_prefix is None:
         output, lse, *pages = _attend(record, make_spec(record, sizes))
@@ -105,7 +110,10 @@ def _run_kernel(
     spec: PagedSpec, record: PagedAttention, work: WorkList, row_positions: jax.Array | None
 ) -> list[jax.Array]:
     """Runs the kernel: output [Hk, rows, Dv], lse [items, Hk, 1, rows of a tile], and the updated caches."""
-    caches_by_name: dict[str, jax.Array] = dict(zip(("keys", "values"), caches_as_stored(record), strict=False))
+    if record.code_bits is not None:
+        caches_by_name = code_caches_as_stored(record)
+    else:
+        caches_by_name = dict(zip(("keys", "values"), caches_as_stored(record), strict=False))
     tokens = dict(zip(("new_keys", "new_values"), operands.pack_new_tokens(record), strict=False))
     query = operands.pack_queries(record, spec, work)
     terms = {} if row_positions is None else operands.pack_row_terms(row_positions, spec, work)
@@ -157,6 +165,9 @@ def _resident_operands(record: PagedAttention, spec: PagedSpec) -> dict[str, jax
     constants: dict[str, jax.Array] = {}
     if record.softmax_aux is not None:
         constants["sinks"] = operands.head_values_by_row(record.softmax_aux.astype(jnp.float32) * LOG2E, spec)
+    for name, codebook in (("key_table", record.key_codebook), ("value_table", record.value_codebook)):
+        if codebook is not None:
+            constants[name] = operands.code_table(codebook)
     if record.alibi_slopes is not None:
         slopes = record.alibi_slopes.astype(jnp.float32) * operands.score_unit(spec)
         constants["alibi_slopes"] = operands.head_values_by_row(slopes, spec)
@@ -193,6 +204,8 @@ def kernel_scratch(spec: PagedSpec, lanes: int, caches_by_name: dict[str, jax.Ar
             spec.weights_dtype,
         )
     scratch |= {f"{name}_buffer": _block_buffer(spec, x, name == "values") for name, x in caches_by_name.items()}
+    if cache.codes is not None:
+        scratch["value_norm_rows"] = pltpu.VMEM((heads, spec.block_kv), jnp.float32)
     if spec.rows_per_tile > spec.smallest_product_rows:
         scratch["head_keys"] = pltpu.VMEM((heads, spec.part_kv, spec.head_dim), spec.operand_dtype)
         scratch["head_values"] = pltpu.VMEM((heads, spec.part_kv, spec.value_dim), spec.weights_dtype)
@@ -223,7 +236,9 @@ def _scratch_of_row_terms(spec: PagedSpec) -> dict[str, Any]:
 
 def _block_buffer(spec: PagedSpec, cache_array: jax.Array, is_second_cache: bool) -> Any:
     """Returns the scratch memory for blocks of the first or the second cache, of all pipeline stages."""
-    if spec.cache_layout.has_tokens_along_lanes(is_second_cache):
+    if spec.cache_layout.codes is not None:
+        shape = (*cache_array.shape[1:-1], spec.block_kv)
+    elif spec.cache_layout.has_tokens_along_lanes(is_second_cache):
         shape = (spec.kv_heads, cache_array.shape[1], spec.block_kv)
     elif spec.cache_layout.is_head_major:
         shape = (spec.kv_heads, spec.block_kv, cache_array.shape[-1])

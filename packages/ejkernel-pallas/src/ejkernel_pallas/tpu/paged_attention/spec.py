@@ -26,6 +26,10 @@ LATENT_KEYS_PER_PART, LATENT_CHUNKS_PER_STEP = 512, 4
 """Keys per product of latent rows, and products per decode step. The accumulator of 512 columns is rescaled once per
 product, so products of many rows take more keys than elsewhere; docs/lab/tpu_kernels.md has the estimates.
 """
+CODE_KEYS_PER_CHUNK, CODE_CHUNKS_PER_STEP, MAX_CODE_TILE_ROWS = 256, 4, 128
+"""Keys per product with unpacked codes, products per step, and the most query rows of a tile: codes are unpacked once
+per tile, so that a tile's rows are all in one product.
+"""
 PREFETCHED_BLOCKS = 2
 """The number of blocks whose copies are in flight while another block is computed."""
 MAX_UNROLLED_COPIES = 128
@@ -156,7 +160,7 @@ class PagedSpec:
 
         Slices are used if a block is one step of products and all items have one token.
         """
-        if self.cache_layout.is_latent:  # loads of latent rows have no slices between which copies could be started
+        if self.cache_layout.is_latent or self.cache_layout.codes is not None:  # their loads have no slices
             return 0
         copies = (
             self.pages_per_block
@@ -174,7 +178,8 @@ class PagedSpec:
     def computes_blocks_in_one_step(self) -> bool:
         """Returns whether a block that needs no mask is computed in one step; others are computed in two halves."""
         once = self.tokens_per_tile == 1 and self.chunk_kv * self.chunks_per_step == self.block_kv
-        return self.num_copy_slices > 0 or (self.cache_layout.is_latent and once)
+        is_unsliced = self.cache_layout.is_latent or self.cache_layout.codes is not None
+        return self.num_copy_slices > 0 or (is_unsliced and once)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,6 +277,8 @@ def make_spec(
 
 def _head_dims(record: PagedAttention, cache: CacheLayout) -> tuple[int, int]:
     """Returns the columns of keys and of values, as the kernel multiplies them."""
+    if cache.codes is not None:
+        return cache.codes.query_columns, cache.codes.values.count
     if cache.key_and_value_share_lanes:
         return cache.elements_per_row + cache.rotary_dim, cache.elements_per_row
     value_dim = record.latent[1] if record.latent else paged_cache.value_head_dim(record)
@@ -285,7 +292,9 @@ def _has_single_token_tiles(record: PagedAttention, sizes: PagedTiles) -> bool:
 
 def _query_row_fields(record: PagedAttention, sizes: PagedTiles, heads_per_product: int) -> dict[str, int]:
     """Returns the fields of `PagedSpec` about query rows."""
-    group = record.query.shape[1] // paged_cache.kv_heads(record) * heads_per_product
+    group, queries = record.query.shape[1] // paged_cache.kv_heads(record) * heads_per_product, sizes.queries
+    if record.code_bits is not None:
+        queries = min(queries, max(1, MAX_CODE_TILE_ROWS // group))
     query_rows_per_copy = 32 // _operand_dtype(record).itemsize
     sequence_token_multiple, smallest_product_rows = (
         query_rows_per_copy // math.gcd(query_rows_per_copy, group),
@@ -294,9 +303,11 @@ def _query_row_fields(record: PagedAttention, sizes: PagedTiles, heads_per_produ
     tokens = (
         1
         if _has_single_token_tiles(record, sizes)
-        else max(1, sizes.queries // sequence_token_multiple) * sequence_token_multiple
+        else max(1, queries // sequence_token_multiple) * sequence_token_multiple
     )
     rows = smallest_product_rows if _has_single_token_tiles(record, sizes) else tokens * group
+    if record.code_bits is not None:
+        smallest_product_rows = rows
 
     def largest_divisor(limit: int) -> int:
         return max(
@@ -329,6 +340,9 @@ def _key_block_fields(
     if cache.is_latent and single:
         chunk = math.gcd(block, LATENT_KEYS_PER_PART)
         per_step = math.gcd(block // chunk, LATENT_CHUNKS_PER_STEP)
+    if cache.codes is not None:
+        chunk = math.gcd(block, CODE_KEYS_PER_CHUNK)
+        per_step = math.gcd(block // chunk, CODE_CHUNKS_PER_STEP)
     part = math.gcd(chunk, LATENT_KEYS_PER_PART if cache.is_latent else KEYS_PER_PART)
     return {"part_kv": part, "block_kv": block, "chunk_kv": chunk, "chunks_per_step": per_step}
 

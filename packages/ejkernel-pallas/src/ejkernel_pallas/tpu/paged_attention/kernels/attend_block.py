@@ -19,6 +19,7 @@ from ejkernel_pallas.tpu.mosaic.division import divide
 from ejkernel_pallas.tpu.mosaic.loops import for_each_index, fori_loop
 from ejkernel_pallas.tpu.paged_attention.kernels import copies, pair_bias
 from ejkernel_pallas.tpu.paged_attention.kernels.copies import KeyBlock, WorkItem
+from ejkernel_pallas.tpu.paged_attention.kernels.load_codes import load_codes, make_code_chunk, store_value_norms
 from ejkernel_pallas.tpu.paged_attention.kernels.load_keys import (
     KeyChunk,
     load_head_group,
@@ -202,12 +203,16 @@ def _attend_few_rows(
     if chunks[0].has_pair_bias:
         for n, chunk in enumerate(chunks):
             pair_bias.store_row_bias(refs, block.item, chunk, n, spec)
+    if spec.cache_layout.codes is not None:
+        store_value_norms(refs, chunks[0], len(chunks) * spec.chunk_kv)
     chunk_masks = [make_score_mask(refs, block.item, rows, at, n, spec) for n, at in enumerate(chunks)]
     chunk_columns = [key_offsets_from_context(refs, block.item, at, spec) for at in chunks]
     heads = spec.kv_heads // num_head_groups(spec)
 
     def attend_head_group(k: Any) -> None:
         def load_tiles(at: KeyChunk, values: bool) -> list[jax.Array]:
+            if spec.cache_layout.codes is not None:
+                return [load_codes(refs, k, at, spec, values=values)]
             return load_head_group(
                 refs.buffers, k, at, spec, values=values, after_each_slice=lambda: next(copy_starts, _do_nothing)()
             )
@@ -218,6 +223,7 @@ def _attend_few_rows(
             bias = step if at.has_pair_bias else None
             keys, values = (functools.cache(partial(load_tiles, at, is_values)) for is_values in (False, True))
             rotary = partial(load_rotary, refs.buffers, at, spec) if spec.cache_layout.rotary_dim else None
+            codes = None if spec.cache_layout.codes is None else make_code_chunk(refs, k, at, spec)
             return [
                 HeadChunk(
                     k * heads + n,
@@ -228,6 +234,7 @@ def _attend_few_rows(
                     rotary,
                     columns,
                     bias,
+                    codes,
                 )
                 for n in range(heads)
             ]

@@ -169,6 +169,13 @@ def wait_for_page_copies(refs: PagedRefs, block: KeyBlock, attended_keys: tuple[
             return carry
 
         fori_loop(low, high - end + first, zero_uncopied_page, jnp.int32(0))
+
+    # The last page of a sequence may be partly attended even where all pages of the block are copied.
+    base, item = block.index_in_sequence * spec.block_kv, block.item
+
+    @pl.when((base < item.first_key) | (base + spec.block_kv > item.end_key))
+    def _() -> None:
+        first, end = block.page_range(spec)
         fori_loop(
             first,
             jnp.where(first < end, first + 2, first),
@@ -198,9 +205,14 @@ def _wait_for_each_page(refs: PagedRefs, block: KeyBlock, spec: PagedSpec) -> No
 
 
 def _zero_page(refs: PagedRefs, block: KeyBlock, page_in_block: Any, spec: PagedSpec) -> None:
-    for second, buffer in enumerate(refs.buffers):
-        index = _page_index(block.buffer_slot, page_in_block, spec, bool(second))
+    for second, buffer in _buffers_to_zero(refs):
+        index = _page_index(buffer, block.buffer_slot, page_in_block, spec, second)
         buffer[index] = jnp.zeros_like(buffer[index])
+
+
+def _buffers_to_zero(refs: PagedRefs) -> list[tuple[bool, Any]]:
+    """Returns the buffers that may hold NaN, which codes do not, and whether each is another than the first cache's."""
+    return [(k > 0, x) for k, x in enumerate(refs.buffers) if x.dtype != jnp.uint8]
 
 
 def _zero_unattended_keys(refs: PagedRefs, block: KeyBlock, spec: PagedSpec, k: Any, carry: Any) -> Any:
@@ -211,8 +223,8 @@ def _zero_unattended_keys(refs: PagedRefs, block: KeyBlock, spec: PagedSpec, k: 
 
     @pl.when((start < item.first_key) | (start + slots > item.end_key))
     def _() -> None:
-        for second, buffer in enumerate(refs.buffers):
-            index = _page_index(block.buffer_slot, page, spec, bool(second))
+        for second, buffer in _buffers_to_zero(refs):
+            index = _page_index(buffer, block.buffer_slot, page, spec, second)
             x = buffer[index]
             key = _slot_in_page(x.shape, spec) + start
             # The select is done in float32: some chips have none for narrower types.
@@ -224,15 +236,22 @@ def _zero_unattended_keys(refs: PagedRefs, block: KeyBlock, spec: PagedSpec, k: 
 
 def _slot_in_page(shape: tuple[int, ...], spec: PagedSpec) -> jax.Array:
     """Returns the slot of every element of a page in a buffer, int32."""
+    if spec.cache_layout.codes is not None:
+        return lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
     slot = lax.broadcasted_iota(jnp.int32, shape, 1)  # also holds for transposed pages [D, slots]
     if spec.cache_layout.is_latent and not spec.cache_layout.is_head_major:  # [groups, slots / packing, packing, 128]
         return slot * spec.cache_layout.elements_per_word + lax.broadcasted_iota(jnp.int32, shape, 2)
     return slot
 
 
-def _page_index(buffer_slot: Any, page_in_block: Any, spec: PagedSpec, is_second_cache: bool) -> tuple[Any, ...]:
+def _page_index(
+    buffer: Any, buffer_slot: Any, page_in_block: Any, spec: PagedSpec, is_second_cache: bool
+) -> tuple[Any, ...]:
     """Returns the index of a page in the buffer of the first or second cache."""
     slots = spec.cache_layout.slots_per_page
+    if spec.cache_layout.codes is not None:
+        tokens = pl.ds(pl.multiple_of(page_in_block * slots, slots), slots)
+        return (buffer_slot, *(slice(None),) * (len(buffer.shape) - 2), tokens)
     if spec.cache_layout.has_tokens_along_lanes(is_second_cache):
         return buffer_slot, 0, slice(None), pl.ds(pl.multiple_of(page_in_block * slots, slots), slots)
     if spec.cache_layout.is_head_major:
@@ -244,8 +263,10 @@ def _page_copies(refs: PagedRefs, page_id: Any, buffer_slot: Any, page_in_block:
     """Returns the copies of one page of each cache to its place in a buffer."""
     cache, copies = spec.cache_layout, []
     for second, (source, target) in enumerate(refs.caches_and_buffers):
-        index = _page_index(buffer_slot, page_in_block, spec, bool(second))
-        if cache.has_tokens_along_lanes(bool(second)):
+        index = _page_index(target, buffer_slot, page_in_block, spec, bool(second))
+        if cache.codes is not None:
+            pairs = [(source.at[page_id], target.at[index])]
+        elif cache.has_tokens_along_lanes(bool(second)):
             # A sequence's pages are adjacent along lanes: id = sequence * entries + page.
             sequence = divide(page_id, spec.pages_per_sequence)
             start = pl.multiple_of(

@@ -74,6 +74,8 @@ def key_and_head_of_index(index: jax.Array, size: int, spec: PagedSpec) -> tuple
 def num_head_groups(spec: PagedSpec) -> int:
     """Returns the number of head groups that the kernel loops over."""
     heads = spec.kv_heads
+    if spec.cache_layout.codes is not None:
+        return heads
     if spec.cache_layout.is_head_major:
         return heads // MEMORY_TILE_ROWS if heads % MEMORY_TILE_ROWS == 0 else 1
     return spec.cache_layout.num_head_groups

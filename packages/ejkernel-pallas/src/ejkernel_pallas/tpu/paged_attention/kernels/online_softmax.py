@@ -25,6 +25,7 @@ from ejkernel_pallas.tpu.mosaic.launch import Ref
 from ejkernel_pallas.tpu.mosaic.loops import for_each_index, fori_loop
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, column_to_row, lane_groups, matrix_product, repeat_lanes
 from ejkernel_pallas.tpu.paged_attention.kernels.copies import WorkItem
+from ejkernel_pallas.tpu.paged_attention.kernels.load_codes import CodeChunk
 from ejkernel_pallas.tpu.paged_attention.kernels.load_keys import KeyChunk, key_and_head_of_index, num_head_groups
 from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs, ProductBuffers
 from ejkernel_pallas.tpu.paged_attention.spec import SMALL_PRODUCT_ROWS, PagedSpec
@@ -78,6 +79,7 @@ class HeadChunk(NamedTuple):
         key_offsets: float32 [1, n], the keys' positions less the length of the sequence's context, for ALiBi's term;
             None without that term.
         bias_index: Index in `row_bias` of the keys' bias for pairs; None without it.
+        codes: Signs and norms, if the cache has codes.
     """
 
     head: Any
@@ -88,6 +90,7 @@ class HeadChunk(NamedTuple):
     load_rotary: Callable[[], jax.Array] | None = None
     key_offsets: jax.Array | None = None
     bias_index: int | None = None
+    codes: CodeChunk | None = None
 
 
 def init_softmax(refs: PagedRefs, head: Any, count: int) -> None:
@@ -318,6 +321,8 @@ def _update_chunk(refs: PagedRefs, chunk: HeadChunk, n: int, spec: PagedSpec) ->
     # Scores are loaded again instead of kept in registers across the reduction, where they would spill.
     weights_f32 = jnp.exp2(scores[...] - repeat_lanes(shift, shape[1]))
     refs.row_sum[rows] = alpha[...] * refs.row_sum[rows] + functools.reduce(jnp.add, lane_groups(weights_f32))
+    if chunk.codes is not None:
+        weights_f32 *= chunk.codes.load_value_norms()
     weights[...] = weights_f32.astype(spec.weights_dtype)
     _rescale_and_accumulate(
         refs, chunk, alpha, _multiply(weights[...], value, (1, keys_axis), spec.weights_dtype, spec)
@@ -370,7 +375,9 @@ def _write_column_as_lanes(ref: Any, x: jax.Array, index: tuple[Any, ...], start
 def _compute_scores(refs: PagedRefs, chunk: HeadChunk, spec: PagedSpec) -> jax.Array:
     """Returns scores as powers of two, before masking."""
     query = refs.query_buffer[chunk.rows.buffer_slot, chunk.head, chunk.rows.row_slice, :]
-    if chunk.load_rotary is None:
+    if chunk.codes is not None:
+        s = _code_scores(query, chunk, chunk.codes, spec)
+    elif chunk.load_rotary is None:
         s = _multiply(
             query, chunk.load_keys(), (1, 0 if spec.cache_layout.tokens_along_lanes else 1), spec.operand_dtype, spec
         )
@@ -396,6 +403,18 @@ def _compute_scores(refs: PagedRefs, chunk: HeadChunk, spec: PagedSpec) -> jax.A
     s += bias
     # tanh(-inf) is -1, so pairs that a bias of -inf masks are masked again.
     return s if spec.soft_cap is None else jnp.where(bias == -jnp.inf, bias, jnp.tanh(s) * (spec.soft_cap * LOG2E))
+
+
+def _code_scores(query: jax.Array, chunk: HeadChunk, codes: CodeChunk, spec: PagedSpec) -> jax.Array:
+    """Returns products of queries with coded keys, and with the signs of their residuals."""
+    layout = spec.cache_layout.codes
+    assert layout is not None  # the chunk has codes
+    norms, residual_norms = codes.load_key_norms()
+    s = _multiply(query[:, : layout.keys.count], chunk.load_keys(), (1, 0), spec.operand_dtype, spec) * norms
+    if codes.load_signs is None:
+        return s
+    products = _multiply(query[:, layout.sign_column :], codes.load_signs(), (1, 0), spec.operand_dtype, spec)
+    return s + products * residual_norms
 
 
 def _multiply(a: jax.Array, b: jax.Array, contracted_axes: tuple[int, int], dtype: Any, spec: PagedSpec) -> jax.Array:

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 from ejkernel.arithmetic import LOG2E, cdiv
 from ejkernel.families.paged_attention import PagedAttention, qq_bias_of_pairs, round_to_compute_dtype
 from ejkernel.families.paged_attention import pages as paged_cache
+from ejkernel_pallas.tpu.mosaic.code_rows import CodeFormat
 from ejkernel_pallas.tpu.mosaic.paged_layout import caches_as_stored
-from ejkernel_pallas.tpu.mosaic.vectors import LANES
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES
 from ejkernel_pallas.tpu.paged_attention.kernels.pair_bias import bias_tokens_per_copy
 from ejkernel_pallas.tpu.paged_attention.plan import WorkList
 from ejkernel_pallas.tpu.paged_attention.spec import PagedSpec
@@ -18,6 +19,8 @@ def pack_queries(record: PagedAttention, spec: PagedSpec, work: WorkList) -> jax
     begins at a row where a copy may begin.
     """
     query = round_to_compute_dtype(record.query, record).at[work.token_at_index].get(mode="fill", fill_value=0)
+    if spec.cache_layout.codes is not None:
+        query = _queries_of_codes(query, spec.cache_layout.codes)
     if record.latent is not None:  # the rotary part is moved to where cache rows have it
         size, start = record.latent
         query = jnp.concatenate(
@@ -26,6 +29,22 @@ def pack_queries(record: PagedAttention, spec: PagedSpec, work: WorkList) -> jax
     query = jnp.pad(query, ((0, 0), (0, spec.heads - query.shape[1]), (0, spec.head_dim - query.shape[2])))
     query = query.astype(spec.operand_dtype).reshape(-1, spec.kv_heads, spec.group_size, spec.head_dim).swapaxes(0, 1)
     return query.reshape(spec.kv_heads, -1, spec.head_dim)
+
+
+def _queries_of_codes(query: jax.Array, codes: CodeFormat) -> jax.Array:
+    """Returns queries [..., D + Q] in the order of unpacked codes, with those of signs from a whole lane group on."""
+    size = codes.keys.count
+    columns = codes.keys.as_rows(query[..., :size])
+    if codes.signs is None:
+        return columns
+    padding = jnp.zeros((*query.shape[:-1], codes.sign_column - size), query.dtype)
+    return jnp.concatenate((columns, padding, codes.signs.as_rows(query[..., size:])), axis=-1)
+
+
+def code_table(codebook: jax.Array) -> jax.Array:
+    """Returns a codebook as float32 [8, 128], the same in every sublane; its last entry follows it."""
+    entries = jnp.pad(codebook.astype(jnp.float32), (0, LANES - codebook.shape[0]), mode="edge")
+    return jnp.broadcast_to(entries, (SUBLANES, LANES))
 
 
 def pack_pair_bias(record: PagedAttention, spec: PagedSpec, work: WorkList) -> jax.Array:
@@ -95,7 +114,9 @@ def unpack_outputs(record: PagedAttention, spec: PagedSpec, work: WorkList, outp
     # compile.
     places = jnp.where(work.is_in_sequence, work.packed_index, tokens.shape[1])
     tokens = jnp.take(tokens, places, axis=1, mode="fill", fill_value=0)
-    return tokens.swapaxes(0, 1).reshape(-1, spec.heads, size)[:, :heads]
+    tokens = tokens.swapaxes(0, 1).reshape(-1, spec.heads, size)[:, :heads]
+    codes = spec.cache_layout.codes
+    return tokens if codes is None else codes.values.as_coordinates(tokens)
 
 
 def unpack_lse(record: PagedAttention, spec: PagedSpec, work: WorkList, lse: jax.Array) -> jax.Array:

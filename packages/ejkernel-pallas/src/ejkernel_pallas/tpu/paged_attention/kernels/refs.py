@@ -33,6 +33,8 @@ class PagedRefs:
             keys.
         keys_before: The input that shares memory with `keys` if new tokens are written; not read. Same for
             `values_before`.
+        key_signs: Pages of signs of a cache of codes, in HBM; `key_norms` and `value_norms` have those of norms.
+        key_table: float32 [8, 128], the codebook of keys, the same in every sublane; `value_table` has that of values.
         new_keys: New tokens, in HBM; same for `new_values`.
         output: [Hk, rows, Dv], in HBM.
         lse: [items, Hk, 1, rows of a tile], in HBM.
@@ -54,6 +56,8 @@ class PagedRefs:
         score_limits: Scratch, float32: upper limits of scores, -inf where a key belongs to another head than the row.
         key_mask: Scratch, float32 [rounds, keys]: additive mask of items that have one token.
         keys_buffer: Scratch, blocks of keys; `values_buffer` has blocks of values.
+        key_signs_buffer: Scratch, blocks of signs; same for `key_norms_buffer` and `value_norms_buffer`.
+        value_norm_rows: Scratch, float32 [Hk, block_kv]: the norms of the values of the block that is computed.
         pair_bias_buffer: Scratch, float32 [3, tokens of a tile, 1, block_kv + 128]: the columns of the bias that the
             keys of a block have, from a multiple of 128 on.
         row_bias: Scratch, float32 [chunks, rows of a tile, keys]: the bias of each row and key of a product; one row
@@ -90,6 +94,15 @@ class PagedRefs:
     large_product_buffers: ProductBuffers | None = None
     values: Ref = None
     values_buffer: Ref = None
+    key_signs: Ref = None
+    key_norms: Ref = None
+    value_norms: Ref = None
+    key_signs_buffer: Ref = None
+    key_norms_buffer: Ref = None
+    value_norms_buffer: Ref = None
+    key_table: Ref = None
+    value_table: Ref = None
+    value_norm_rows: Ref = None
     keys_before: Ref = None
     values_before: Ref = None
     new_keys: Ref = None
@@ -116,12 +129,18 @@ class PagedRefs:
     @property
     def caches_and_buffers(self) -> tuple[tuple[Ref, Ref], ...]:
         """Returns the pages of each cache, and the buffer of its blocks."""
-        pairs = ((self.keys, self.keys_buffer), (self.values, self.values_buffer))
+        pairs = (
+            (self.keys, self.keys_buffer),
+            (self.values, self.values_buffer),
+            (self.key_signs, self.key_signs_buffer),
+            (self.key_norms, self.key_norms_buffer),
+            (self.value_norms, self.value_norms_buffer),
+        )
         return tuple(pair for pair in pairs if pair[0] is not None)
 
     @property
     def buffers(self) -> tuple[Ref, ...]:
-        """Returns the buffers of keys and of values, or of both together."""
+        """Returns the buffers of keys and values, and those of the signs and norms of codes."""
         return tuple(buffer for _, buffer in self.caches_and_buffers)
 
     @property
