@@ -1,6 +1,7 @@
 """ejkernel's TPU kernels as workloads that a profile can build by name, in the shapes of `_tpu_peers.py`."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -26,6 +27,7 @@ from ejkernel.modules import (
     quantized_matmul,
     ragged_gated_delta_rule,
     ragged_page_attention_v2,
+    ragged_page_attention_v2_turboquant,
     reduce_scatter_matmul,
     ring_attention,
     state_space_v1,
@@ -321,6 +323,34 @@ def pages(queries: int, page: int = 16, trees: bool = False, prefix: int = 0) ->
     keys = prefix + sequences * (length - prefix)
     size = 2 * SIZE * (2 * keys * kv_heads + 2 * sequences * queries * heads)
     return Workload(function=function, args=args, flops=4 * pairs * heads * SIZE, min_hbm_bytes=size)
+
+
+def code_pages(queries: int = 1, signs: int = SIZE, length: int = 2048) -> Workload:
+    """The same sequences in a TurboQuant cache: 4-bit keys, their signs if there are some, and 4-bit values."""
+    sequences, heads, kv_heads, page = 16, 32, 8, 128
+    per_sequence = length // page
+    slots = (sequences * per_sequence, page, kv_heads)
+    arrays = {"queries": ((sequences * queries, heads, SIZE), jnp.bfloat16)}
+    arrays |= {"codes": ((*slots, SIZE // 2), jnp.uint8), "signs": ((*slots, signs // 8), jnp.uint8)}
+    arrays |= {"norms": ((*slots, 2), jnp.bfloat16), "values": ((*slots, SIZE // 2), jnp.uint8)}
+    arrays |= {"value norms": (slots, jnp.bfloat16)}
+    matrices = (SIZE, SIZE), (signs, SIZE), (16,), (16,)
+    args = (
+        *(jax.ShapeDtypeStruct(*x) for x in arrays.values()),
+        np.full(sequences, length, np.int32),
+        np.random.default_rng(0).permutation(sequences * per_sequence).astype(np.int32).reshape(sequences, -1),
+        (np.arange(sequences + 1) * queries).astype(np.int32),
+        np.array([sequences], np.int32),
+        *(jax.ShapeDtypeStruct(x, jnp.float32) for x in matrices),
+    )
+    pairs = sequences * queries * (length - (queries - 1) / 2)
+    token = kv_heads * (SIZE + signs // 8 + 6)
+    return Workload(
+        function=functools.partial(ragged_page_attention_v2_turboquant, platform="pallas"),
+        args=args,
+        flops=2 * pairs * heads * (2 * SIZE + signs),
+        min_hbm_bytes=sequences * length * token + 4 * SIZE * sequences * queries * heads,
+    )
 
 
 def experts(sizes: Any = None, of: str = "output") -> Workload:

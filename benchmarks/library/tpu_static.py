@@ -182,6 +182,8 @@ ALL = (
     case(f"{BOTH}, JAX splash, blocks of 512", "splash", block_q=512, block_kv=512, gradient=True),
     case(f"{BOTH}, JAX splash, blocks of 1024", "splash", block_q=1024, block_kv=1024, gradient=True),
     QUICK[3],
+    case("paged decode, TurboQuant of 4 bits, ejkernel", "code_pages", OURS, signs=0),
+    case("paged decode, TurboQuant of 4 bits and 128 signs, ejkernel", "code_pages", OURS),
     case("paged decode, JAX ragged, 64 pages a block", "ragged_pages", queries=1),
     case("paged decode of 8 draft tokens, ejkernel", "pages", OURS, queries=8),
     case("paged decode of 8 draft tokens, a tree per sequence, ejkernel", "pages", OURS, queries=8, trees=True),

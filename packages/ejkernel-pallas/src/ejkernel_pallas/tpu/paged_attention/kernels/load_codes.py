@@ -1,7 +1,7 @@
 """Unpacks keys and values of a TurboQuant cache from the pages that were copied to VMEM.
 
     VMEM  keys_buffer        codes [Hk, bytes, keys]: tokens along lanes, as XLA stores pages of 128 slots
-          │   shift, and, look-up in the codebook: a permutation of one register's lanes
+          │   shift, and, look-up in the codebook: a permutation of one register's sublanes
           ▼
           [D, keys]          codebook entries, without their norms: an operand of the MXU as they are
     VMEM  key_signs_buffer   one bit per projection
@@ -23,11 +23,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel_pallas.tpu.mosaic.code_rows import CodeRows
-from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES, lane_groups
 from ejkernel_pallas.tpu.paged_attention.kernels.load_keys import KeyChunk
 from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs
 from ejkernel_pallas.tpu.paged_attention.spec import PagedSpec
 
+MAX_CODE_BITS = 4
 HALF_SIGN_BITS, HALF_MINUS_ONES = 0x80008000, 0xBF80BF80
 """The sign bits of two bfloat16 numbers in a word, and -1 twice."""
 SIGN_BIT, MINUS_ONE = 0x80000000, 0xBF800000
@@ -108,29 +109,25 @@ def _repeated(words: jax.Array, rows: CodeRows) -> tuple[jax.Array, Any]:
 def _entries(words: jax.Array, table: Any, rows: CodeRows, dtype: Any) -> jax.Array:
     """Returns the entries of a codebook [count, n] at the codes of words."""
     words, offset = _repeated(words, rows)
-    mask = jnp.uint32(2**rows.bits - 1)
-    planes = [words >> (offset + jnp.uint32(rows.bits * p)) & mask for p in range(rows.num_planes)]
-    entries = table[...]
-    return jnp.concatenate([_look_up(entries, plane.astype(jnp.int32)) for plane in planes], axis=0).astype(dtype)
+    low, high = table[:SUBLANES], table[SUBLANES:]
+    planes = [words >> (offset + jnp.uint32(rows.bits * p)) for p in range(rows.num_planes)]
+
+    def look_up(x: jax.Array) -> jax.Array:
+        """Returns entries at the lowest bits of [8, 128], by a permutation of sublanes, which is a vector operation."""
+        index = (x & jnp.uint32(min(2**rows.bits, SUBLANES) - 1)).astype(jnp.int32)
+        entry = jnp.take_along_axis(low, index, axis=0, mode="promise_in_bounds")
+        if rows.bits < MAX_CODE_BITS:
+            return entry
+        upper = jnp.take_along_axis(high, index, axis=0, mode="promise_in_bounds")
+        return jnp.where((x & jnp.uint32(SUBLANES)) == 0, entry, upper)
+
+    return jnp.concatenate([_for_each_register(look_up, x) for x in planes], axis=0).astype(dtype)
 
 
-def _look_up(entries: jax.Array, index: jax.Array) -> jax.Array:
-    """Returns the entries [8, 128], the same in every sublane, at indices [8 m, 128 n], register by register."""
-    return jnp.concatenate(
-        [
-            jnp.concatenate(
-                [
-                    jnp.take_along_axis(
-                        entries, index[row : row + SUBLANES, lane : lane + LANES], axis=1, mode="promise_in_bounds"
-                    )
-                    for lane in range(0, index.shape[1], LANES)
-                ],
-                axis=1,
-            )
-            for row in range(0, index.shape[0], SUBLANES)
-        ],
-        axis=0,
-    )
+def _for_each_register(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Applies a function of [8, 128] to all registers of [8 m, 128 n]."""
+    rows = [x[row : row + SUBLANES] for row in range(0, x.shape[0], SUBLANES)]
+    return jnp.concatenate([jnp.concatenate(list(map(function, lane_groups(row))), axis=1) for row in rows], axis=0)
 
 
 def _signs(words: jax.Array, rows: CodeRows, dtype: Any) -> jax.Array:

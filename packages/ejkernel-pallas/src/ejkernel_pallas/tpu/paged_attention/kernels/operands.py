@@ -42,9 +42,9 @@ def _queries_of_codes(query: jax.Array, codes: CodeFormat) -> jax.Array:
 
 
 def code_table(codebook: jax.Array) -> jax.Array:
-    """Returns a codebook as float32 [8, 128], the same in every sublane; its last entry follows it."""
-    entries = jnp.pad(codebook.astype(jnp.float32), (0, LANES - codebook.shape[0]), mode="edge")
-    return jnp.broadcast_to(entries, (SUBLANES, LANES))
+    """Returns a codebook as float32 [16, 128], the same in every lane; its last entry follows it."""
+    entries = jnp.pad(codebook.astype(jnp.float32), (0, 2 * SUBLANES - codebook.shape[0]), mode="edge")
+    return jnp.broadcast_to(entries[:, None], (2 * SUBLANES, LANES))
 
 
 def pack_pair_bias(record: PagedAttention, spec: PagedSpec, work: WorkList) -> jax.Array:

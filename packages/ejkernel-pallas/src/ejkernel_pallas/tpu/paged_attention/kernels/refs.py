@@ -34,7 +34,7 @@ class PagedRefs:
         keys_before: The input that shares memory with `keys` if new tokens are written; not read. Same for
             `values_before`.
         key_signs: Pages of signs of a cache of codes, in HBM; `key_norms` and `value_norms` have those of norms.
-        key_table: float32 [8, 128], the codebook of keys, the same in every sublane; `value_table` has that of values.
+        key_table: float32 [16, 128], the codebook of keys, the same in every lane; `value_table` has that of values.
         new_keys: New tokens, in HBM; same for `new_values`.
         output: [Hk, rows, Dv], in HBM.
         lse: [items, Hk, 1, rows of a tile], in HBM.
