@@ -32,7 +32,7 @@ REASONS_WITHOUT_TPU_KERNEL = {
     ),
     "paged_attention": (
         "the kernel needs pages of numbers: a cache without pages goes to `decode_attention` and `page_attention`, "
-        "which have a kernel, and no TPU kernel reads TurboQuant codes"
+        "which have a kernel"
     ),
     "recurrent_network": (
         "the products of each step wait for the state before it, so that they and not the memory take the time; "

@@ -10,7 +10,11 @@ import pytest
 from tpu_chips import compiled, on_chips
 from tpu_paged_records import LAYOUTS, layout, lowered
 
-from ejkernel.modules import ragged_page_attention_v2, ragged_page_attention_v3
+from ejkernel.modules import (
+    ragged_page_attention_v2,
+    ragged_page_attention_v3,
+    ragged_page_attention_v3_turboquant,
+)
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.cases.paged_inputs import PagedSizes
 from ejkernel.ops.device import current_device
@@ -47,6 +51,27 @@ def test_a_donated_cache_stays_where_it_is(options):
     size = 2 * math.prod(shapes["cache"])
     assert stats.alias_size_in_bytes >= size
     assert stats.temp_size_in_bytes < size // 8
+
+
+def test_donated_codes_stay_where_they_are():
+    """Pages of 128 slots are read as XLA stores them, and are written as whole pages, in place."""
+    pages, size = (4096, 128, 2), 64
+    bits = {"codes": size // 2, "signs": size // 8, "values": size // 2}
+    with compiling_for(chip("v5e")) as sharding:
+        arrays = [jax.ShapeDtypeStruct((4, n, size), jnp.bfloat16, sharding=sharding) for n in (4, 2, 2)]
+        codes = [jax.ShapeDtypeStruct((*pages, n), jnp.uint8, sharding=sharding) for n in bits.values()]
+        norms = [jax.ShapeDtypeStruct(x, jnp.bfloat16, sharding=sharding) for x in ((*pages, 2), pages)]
+        cache = [*codes[:2], norms[0], codes[2], norms[1]]
+        ints = [jax.ShapeDtypeStruct(x, jnp.int32, sharding=sharding) for x in ((4,), (4, 8), (5,), (3,))]
+        tables = ((size, size), (size, size), (16,), (16,))
+        tables = [jax.ShapeDtypeStruct(x, jnp.float32, sharding=sharding) for x in tables]
+        step = jax.jit(
+            functools.partial(ragged_page_attention_v3_turboquant, platform="pallas"), donate_argnums=range(3, 8)
+        )
+        stats = step.trace(*arrays, *cache, *ints, *tables).lower(lowering_platforms=("tpu",)).compile()
+    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in cache)
+    assert stats.memory_analysis().alias_size_in_bytes >= size
+    assert stats.memory_analysis().temp_size_in_bytes < size // 8
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 64), ("float32", 128)])

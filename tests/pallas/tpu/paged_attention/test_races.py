@@ -12,7 +12,7 @@ from tpu_paged_records import lowered
 from tpu_records import close, simulated
 
 from ejkernel.families.paged_attention import reference
-from ejkernel.modules.operations.cases import paged_inputs
+from ejkernel.modules.operations.cases import paged_inputs, paged_turboquant
 from ejkernel.modules.operations.cases.paged_inputs import PagedSizes
 from ejkernel_pallas.tpu.paged_attention.config import TpuPaged
 from ejkernel_pallas.tpu.paged_attention.forward import forward
@@ -36,7 +36,12 @@ def records():
     sizes = PagedSizes(kv_lens=(150, 20, 9), q_lens=(9, 20, 1), h=2, g=1, d=32, v=32, s=16)
     tables = sizes.block_tables()
     absent = jnp.where(jnp.arange(tables.shape[1]) % 3 == 1, -1, jnp.asarray(tables))
-    single = paged_inputs.page_inputs, dataclasses.replace(sizes, kv_lens=(300, 150, 256))
+    # All pages of the last block of 250 tokens are copied, and its last page ends with NaN.
+    single = paged_inputs.page_inputs, dataclasses.replace(sizes, kv_lens=(300, 256, 250))
+    codes = paged_turboquant.TurboQuantSizes(
+        kv_lens=(150, 20, 9), q_lens=(9, 1, 1), h=2, g=1, d=64, v=64, s=128, dtype=jnp.bfloat16, key_bits=4,
+        value_bits=2, projections=64,
+    )  # fmt: skip
     new = PagedSizes(kv_lens=(37, 1, 20), q_lens=(7, 1, 20), h=2, g=1, d=128, v=128, s=16)
     return {
         "decoding": lowered("page_attention", *single),
@@ -60,11 +65,12 @@ def records():
             alibi_slopes=jnp.array([0.5, -0.25]),
         ),
         "absent pages": lowered("unified_attention", paged_inputs.packed_inputs, sizes, block_tables=absent),
+        "codes": lowered("ragged_page_attention_v2_turboquant", paged_turboquant.v2_inputs, codes),
         "written": lowered("ragged_page_attention_v3", paged_inputs.v3_inputs, new),
     }
 
 
-NAMES = ("decoding", "several blocks", "slopes and chunks", "trees", "a prefix", "absent pages", "written")
+NAMES = ("decoding", "several blocks", "slopes and chunks", "trees", "a prefix", "absent pages", "codes", "written")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -36,6 +36,7 @@ SUPPORTED_OPTIONAL_FIELDS = frozenset(
         "sliding_window",
         "softmax_aux",
         "value_scale",
+        # a cache of TurboQuant's codes
         "code_bits",
         "key_codebook",
         "key_norms",
@@ -70,9 +71,9 @@ SUPPORTED_OPERATIONS = frozenset(
 UNPADDED_ROWS_PER_TOKEN = (1, 2, 4)
 """Rows per token that memory stores without padding, in addition to multiples of 8."""
 
-CACHE_DTYPES = ("bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
 NORM_DTYPES = ("bfloat16", "float32")
-"""Dtypes of a cache of numbers, and of the norms in a cache of codes."""
+"""Dtypes of the norms in a cache of codes."""
+CACHE_DTYPES = ("bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
 MAX_HEAD_DIM, MAX_LATENT_DIM = 256, 1024
 """The largest head dimension, and that of latent vectors with their rotary part."""
 MAX_TABLE_SMEM_WORDS = 2**18 - 2**13
@@ -166,22 +167,20 @@ def _code_refusal_reasons(record: PagedAttention) -> Generator[str]:
     slots, codes = paged_cache.page_size(record), make_code_format(record)
     if slots % LANES:
         yield (
-            f"key_indices_pages: pages of {slots} slots; wants a multiple of {LANES}: XLA stores smaller pages with "
+            f"key_pages: pages of {slots} slots of codes; wants a multiple of {LANES}: XLA stores smaller pages with "
             "pages along lanes, so that the bytes of a page are not next to each other"
         )
-    for name, rows in (("key_indices", codes.keys), ("value_indices", codes.values), ("key_signs", codes.signs)):
+    for what, rows in (("keys", codes.keys), ("values", codes.values), ("signs", codes.signs)):
         if rows is not None and not rows.is_supported:
             yield (
-                f"{name}_pages: {rows.count} codes of {rows.bits} bits; wants 1, 2 or 4 bits, and 1, 2, 4 or a "
+                f"key_pages: {what} of {rows.count} codes of {rows.bits} bits; wants 1, 2 or 4 bits, and 1, 2, 4 or a "
                 "multiple of 8 words of 32 bits per vector"
             )
-        if rows is not None and rows.words * 4 % LANES == 0:
-            size = rows.words * 4
-            yield f"{name}_pages: {size} bytes per vector, which XLA stores along lanes; wants less than {LANES}"
-    for name in ("key_norms", "value_norms"):
-        dtype = getattr(record, name).dtype.name
-        if dtype not in NORM_DTYPES:
-            yield f"{name}_pages: dtype {dtype} is not among {', '.join(NORM_DTYPES)}"
+        elif rows is not None and rows.words * 4 % LANES == 0:
+            yield f"key_pages: {what} of {rows.words * 4} bytes, which XLA stores along lanes; wants less than {LANES}"
+    for norms in (record.key_norms, record.value_norms):
+        if norms is not None and norms.dtype.name not in NORM_DTYPES:
+            yield f"key_pages: norms of {norms.dtype.name}; wants {' or '.join(NORM_DTYPES)}"
     if record.compute_dtype is not None:
         yield "compute_dtype: the kernel does not round unpacked keys and values"
     if record.shared_prefix is not None:
