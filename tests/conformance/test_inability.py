@@ -60,6 +60,8 @@ INABILITY = {
             rf"the cache has {N} slots per sequence; the kernel wants .*",
             rf"a page has {N} slots; the kernel wants .*",
             rf"key_pages: {N} rows of \S+ per token do not fill (words|tiles); wants .*",
+            rf"key_pages: pages of {N} slots of codes; wants .*",
+            rf"key_pages: (keys|values|signs) of {N} (codes of {N} bits; wants|bytes, which XLA stores along lanes;) .*",
         ]
     ),
     "codes that they do not unpack": "|".join(

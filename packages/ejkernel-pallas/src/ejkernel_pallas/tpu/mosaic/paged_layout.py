@@ -132,10 +132,15 @@ def caches_as_stored(record: PagedAttention) -> tuple[jax.Array, ...]:
     return (pages.reshape(count, slots, -1, pack, lanes),)
 
 
-def code_caches_as_stored(record: PagedAttention) -> dict[str, jax.Array]:
-    """Returns the arrays of a cache of codes, by the names of the kernel's refs, as XLA stores them if pages have
-    multiples of 128 slots: [P, Hk, bytes, S], and the values' norms [P, Hk, S].
+def caches_by_ref_name(record: PagedAttention) -> dict[str, jax.Array]:
+    """Returns the caches in the shapes in which they are stored, by the names of the kernel's refs.
+
+    Codes are as XLA stores them if pages have multiples of 128 slots: [P, Hk, bytes, S], and the values' norms
+    [P, Hk, S].
     """
+    if record.code_bits is None:
+        caches = caches_as_stored(record)
+        return {name: x for name, x in zip(("keys", "values"), caches, strict=False)}
     names = ("key_pages", "value_pages", "key_signs", "key_norms", "value_norms")
     arrays = {name.replace("_pages", "s"): getattr(record, name) for name in names}
     return {name: x.transpose(0, *range(2, x.ndim), 1) for name, x in arrays.items() if x is not None}
@@ -190,19 +195,7 @@ def make_cache_layout(record: PagedAttention) -> CacheLayout:
     letters, pages = record.kv_layout, record.key_pages
     pack, size, slots = paged_cache.values_per_32_bits(pages.dtype), pages.shape[-1], paged_cache.page_size(record)
     latent = record.latent is not None
-    if record.code_bits is not None:
-        return CacheLayout(
-            layout=letters,
-            key_and_value_share_lanes=False,
-            slots_per_page=slots,
-            word_rows_per_token=1,
-            elements_per_word=1,
-            elements_per_row=size,
-            num_lane_groups=1,
-            tokens_along_lanes=True,
-            codes=make_code_format(record),
-        )
-    if letters in ("phsd", "hpsd"):
+    if letters in ("phsd", "hpsd") or record.code_bits is not None:
         return CacheLayout(
             layout=letters,
             key_and_value_share_lanes=False,
@@ -212,11 +205,11 @@ def make_cache_layout(record: PagedAttention) -> CacheLayout:
             elements_per_row=size,
             num_lane_groups=1,
             is_latent=latent,
-            tokens_along_lanes=latent and stores_tokens_along_lanes(size),
+            tokens_along_lanes=record.code_bits is not None or (latent and stores_tokens_along_lanes(size)),
             rotary_dim=record.value_pages.shape[-1] if latent and record.value_pages is not None else 0,
+            codes=None if record.code_bits is None else make_code_format(record),
         )
     if latent:
-        groups = size // LANES
         return CacheLayout(
             layout=letters,
             key_and_value_share_lanes=False,
@@ -224,7 +217,7 @@ def make_cache_layout(record: PagedAttention) -> CacheLayout:
             word_rows_per_token=1,
             elements_per_word=pack,
             elements_per_row=size,
-            num_lane_groups=groups,
+            num_lane_groups=size // LANES,
             is_latent=True,
         )
     lanes = key_and_value_share_row(record)

@@ -15,7 +15,7 @@ from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.shared_prefix import SharedPrefix, positions_and_contexts_of_rows, split_prefix
 from ejkernel.planning.softmax_merge import PartialAttention, merge
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch, resident_operand
-from ejkernel_pallas.tpu.mosaic.paged_layout import caches_as_stored, code_caches_as_stored
+from ejkernel_pallas.tpu.mosaic.paged_layout import caches_by_ref_name
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention.config import TpuPaged, prefix_config, tile_sizes_of
 from ejkernel_pallas.tpu.paged_attention.kernels import operands
@@ -110,10 +110,7 @@ def _run_kernel(
     spec: PagedSpec, record: PagedAttention, work: WorkList, row_positions: jax.Array | None
 ) -> list[jax.Array]:
     """Runs the kernel: output [Hk, rows, Dv], lse [items, Hk, 1, rows of a tile], and the updated caches."""
-    if record.code_bits is not None:
-        caches_by_name = code_caches_as_stored(record)
-    else:
-        caches_by_name = dict(zip(("keys", "values"), caches_as_stored(record), strict=False))
+    caches_by_name = caches_by_ref_name(record)
     tokens = dict(zip(("new_keys", "new_values"), operands.pack_new_tokens(record), strict=False))
     query = operands.pack_queries(record, spec, work)
     terms = {} if row_positions is None else operands.pack_row_terms(row_positions, spec, work)
