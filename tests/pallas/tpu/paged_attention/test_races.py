@@ -65,7 +65,7 @@ def records():
             alibi_slopes=jnp.array([0.5, -0.25]),
         ),
         "absent pages": lowered("unified_attention", paged_inputs.packed_inputs, sizes, block_tables=absent),
-        "codes": lowered("ragged_page_attention_v2_turboquant", paged_turboquant.v2_inputs, codes),
+        "codes": lowered("ragged_page_attention_v3_turboquant", paged_turboquant.v3_inputs, codes),
         "written": lowered("ragged_page_attention_v3", paged_inputs.v3_inputs, new),
     }
 

@@ -13,13 +13,12 @@ from tpu_records import close, interpreted
 
 from ejkernel.families.paged_attention import reference
 from ejkernel.families.paged_attention.shared_prefix import split_prefix
-from ejkernel.modules.operations.cases import paged_inputs, paged_turboquant
+from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.cases.paged_inputs import PagedSizes
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel_pallas.tpu.mosaic.launch import DEFAULT_VMEM_LIMIT_BYTES, MIN_COMPILER_VMEM_BYTES
 from ejkernel_pallas.tpu.mosaic.paged_layout import caches_as_stored
 from ejkernel_pallas.tpu.paged_attention import MAX_TABLE_SMEM_WORDS, config, refusal_reasons
-from ejkernel_pallas.tpu.paged_attention.cases import CODE_SIZES
 from ejkernel_pallas.tpu.paged_attention.config import TpuPaged
 from ejkernel_pallas.tpu.paged_attention.forward import _resident_operands, forward, kernel_scratch
 from ejkernel_pallas.tpu.paged_attention.plan import ITEM_FIELDS, make_work_list
@@ -52,13 +51,6 @@ def check(record, params):
 def test_values(name):
     op, which, params = CASES[name]
     check(case(op, which), params)
-
-
-def test_values_of_codes_that_are_written_first():
-    make = paged_turboquant.v3_inputs
-    check(
-        lowered("ragged_page_attention_v3_turboquant", make, CODE_SIZES, sliding_window=70, logits_soft_cap=1.5), TILES
-    )
 
 
 SLOPES = np.array([0.5, -0.25, 0.125, 1.0], np.float32)
