@@ -61,7 +61,8 @@ INABILITY = {
             rf"a page has {N} slots; the kernel wants .*",
             rf"key_pages: {N} rows of \S+ per token do not fill (words|tiles); wants .*",
             rf"key_pages: pages of {N} slots of codes; wants .*",
-            rf"key_pages: (keys|values|signs) of {N} (codes of {N} bits; wants|bytes, which XLA stores along lanes;) .*",
+            rf"key_pages: (keys|values|signs) of {N} codes of {N} bits; wants .*",
+            rf"key_pages: (keys|values|signs) of {N} bytes, which XLA stores along lanes; wants .*",
         ]
     ),
     "codes that they do not unpack": "|".join(
