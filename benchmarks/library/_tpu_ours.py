@@ -33,6 +33,7 @@ from ejkernel.modules import (
     state_space_v1,
 )
 from ejkernel.planning.quantized_formats import make_format
+from ejkernel.types import MaskInfo
 from ejkernel_pallas.tpu.profile import Workload
 
 HEADS, LENGTH, SIZE = 8, 4096, 128
@@ -53,6 +54,41 @@ def attention(gradient: bool = False) -> Workload:
     if gradient:
         return Workload(function=both, args=args, flops=3.5 * FORWARD, min_hbm_bytes=12 * size)
     return Workload(function=forward, args=args, flops=FORWARD, min_hbm_bytes=4 * size)
+
+
+def masked_attention(mask: str, by_function: bool) -> Workload:
+    """Flash attention of a window of 1024 keys, or of causal documents of 300 to 1100 tokens, by the argument for it or
+    by `mask_mod`.
+    """
+    ends = np.cumsum([700, 300, 1100, 500, 900, 596])
+    documents = np.searchsorted(ends, np.arange(LENGTH), side="right").astype(np.int32)[None]
+
+    def by_argument(query: Any, key: Any, value: Any, ids: Any) -> Any:
+        if mask == "causal":
+            return flash_attention(query, key, value, causal=True, platform="pallas")
+        if mask == "window":
+            return flash_attention(query, key, value, sliding_window=(1023, 0), platform="pallas")
+        info = MaskInfo.from_segments(ids, ids)
+        return flash_attention(query, key, value, mask_info=info, causal=True, platform="pallas")
+
+    def by_mask_mod(query: Any, key: Any, value: Any, ids: Any) -> Any:
+        def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
+            if mask == "documents":
+                return (ids[b, q] == ids[b, k]) & (k <= q)
+            return (k <= q) & (q - k < (1024 if mask == "window" else LENGTH))
+
+        return flash_attention(query, key, value, mask_mod=mask_mod, platform="pallas")
+
+    lengths = np.diff(ends, prepend=0) if mask == "documents" else np.array([LENGTH])
+    reach = 1024 if mask == "window" else LENGTH
+    pairs = sum(np.minimum(np.arange(n) + 1, reach).sum() for n in lengths)
+    array = jax.ShapeDtypeStruct((1, LENGTH, HEADS, SIZE), jnp.bfloat16)
+    return Workload(
+        function=by_mask_mod if by_function else by_argument,
+        args=(array, array, array, documents),
+        flops=4 * HEADS * SIZE * float(pairs),
+        min_hbm_bytes=4 * HEADS * LENGTH * SIZE * 2,
+    )
 
 
 def selected_blocks(dense: bool = False, gradient: bool = False) -> Workload:

@@ -164,6 +164,12 @@ SELECTED = tuple(
     for what, dense in (("selected blocks", False), ("dense causal attention", True))
     for gradient in ((False, True) if not dense else (False,))
 )
+MASKED = tuple(
+    case(f"flash attention, {mask}{by}, ejkernel", "masked_attention", OURS, mask=mask, by_function=bool(by))
+    for mask in ("causal", "window", "documents")
+    for by in ("", " by mask_mod")
+    if mask != "causal" or by  # the first row has it
+)
 QUICK = (
     case("flash attention, ejkernel", "attention", OURS),
     case("flash attention, JAX flash, blocks of 1024", "flash", block=1024),
@@ -200,6 +206,7 @@ ALL = (
     *STEPS,
     *VECTORS,
     *SELECTED,
+    *MASKED,
 )
 
 

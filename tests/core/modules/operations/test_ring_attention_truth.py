@@ -10,6 +10,7 @@ import pytest
 import ring_calls
 from transformed import check_finite_differences
 
+from ejkernel.modules import flash_attention, ring_attention
 from ejkernel.types import MaskInfo
 
 # Shapes that split into odd parts, of one token, of other lengths for queries and keys; and the ring that they are on.
@@ -65,3 +66,29 @@ def test_ring_outputs_and_all_gradients_are_those_of_a_numpy_loop(name):
     check_finite_differences(given, there, range(len(there)))
     got = jax.jit(given, compiler_options=ring_calls.QUICK)(*there)
     np.testing.assert_allclose(got, naive.attention(loop), rtol=1e-9, atol=1e-10)
+
+
+def test_functions_of_pairs_read_indices_of_the_whole_sequence():
+    """On a mesh that splits batch and sequence, with the gradients of all arrays: what `flash_attention` computes."""
+    query, key, value, table, _ = ring_calls.floats(t=16, s=16, sinks=(4, 9))
+    documents = jnp.array([[0] * 5 + [1] * 11, [0] * 9 + [2] * 7])
+
+    def total(attention, *arrays):
+        *arrays, table = arrays
+        output = attention(
+            *arrays,
+            score_mod=lambda s, b, h, q, k: s * (1 + 0.1 * b) + table[h, jnp.clip(q - k, -4, 4) + 4],
+            mask_mod=lambda b, h, q, k: (documents[b, q] == documents[b, k]) & (q != 3),
+            causal=True,
+        )
+        return jnp.sum(output * jnp.arange(output.shape[-1]))
+
+    mesh, spec = jax.make_mesh((2, 4), ("dp", "sp")), jax.sharding.PartitionSpec("dp", "sp")
+    placed = {"mesh": mesh, "in_specs": (spec,) * 3, "out_specs": spec, "axis_name": "sp"}
+    arrays = tuple(map(jnp.asarray, (query, key, value, table)))
+    ring, whole = (
+        jax.jit(jax.value_and_grad(functools.partial(total, attention), range(4)), compiler_options=ring_calls.QUICK)
+        for attention in (functools.partial(ring_attention, **placed), flash_attention)
+    )
+    for got, wanted in zip(jax.tree.leaves(ring(*arrays)), jax.tree.leaves(whole(*arrays)), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=1e-10)

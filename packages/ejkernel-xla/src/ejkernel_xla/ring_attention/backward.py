@@ -8,6 +8,7 @@ The formulas are those of `ejkernel_xla.tiled_attention.backward`. Of a whole ro
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,20 +31,20 @@ from ejkernel_xla.tiled_attention import backward as tiles
 from ejkernel_xla.tiled_attention.config import ChunkedSoftmax
 from ejkernel_xla.tiled_attention.kernels.scores import accumulator
 
-Gradients = dict[str, jax.Array]
+Gradients = dict[str, Any]
 
 
 def backward(pullback: Pullback, params: ChunkedSoftmax) -> Gradients:
     """Returns gradients of the requested fields of one device's record.
 
     Args:
-        pullback: Record, residuals, output and its cotangent, and the wanted names, of query, key, value, bias and
-            softmax_aux.
+        pullback: Record, residuals, output and its cotangent, and the wanted names, of query, key, value, bias,
+            score_mod and softmax_aux.
         params: Tile sizes.
 
     Returns:
         Each wanted gradient, in its field's shape and dtype. Those of key and value are of the device's own part, and
-        complete; those of bias and softmax_aux are what the device's queries contribute.
+        complete; those of bias, score_mod and softmax_aux are what the device's queries contribute.
     """
     ring = ring_of(pullback.record)
     if ring is None:
@@ -66,7 +67,7 @@ def _run_ring_backward(pullback: Pullback, params: ChunkedSoftmax, ring: Ring) -
     """Returns the gradients of everything but sinks, in the layout that the ring works in."""
     record, dtype = pullback.record, accumulator(as_tiled_attention(pullback.record))
     names = sorted(pullback.grad_fields - {"softmax_aux"})
-    zeros = {name: jnp.zeros(getattr(record, name).shape, dtype) for name in names}
+    zeros = {name: tiles.zero_gradient(getattr(record, name), dtype) for name in names}
     zeros = _compat.as_varying(zeros, pullback)
     # dk and dv go around with their keys, and arrive at home complete; dq and dbias stay.
     travelling_gradients = {name: zeros[name] for name in ("key", "value") if name in zeros}
@@ -95,10 +96,10 @@ def _run_ring_backward(pullback: Pullback, params: ChunkedSoftmax, ring: Ring) -
     return {**collected, **local}
 
 
-def _to_field_layout(gradient: jax.Array, name: str, record: RingAttention, ring: Ring) -> jax.Array:
+def _to_field_layout(gradient: Any, name: str, record: RingAttention, ring: Ring) -> Any:
     """Returns a gradient in its field's dtype and layout."""
     field = getattr(record, name)
-    gradient = gradient.astype(field.dtype)
+    gradient = tiles.as_dtype_of(field, gradient)
     axis = {"query": 1, "key": 1, "value": 1, "bias": 2}.get(name)
     return gradient if axis is None or field.shape[axis] == 1 else ring.unstripe(gradient, axis)
 

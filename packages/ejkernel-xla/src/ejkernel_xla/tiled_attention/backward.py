@@ -86,12 +86,19 @@ def backward(pullback: Pullback, params: ChunkedSoftmax) -> Gradients:
     fields = {name: getattr(record, name) for name in sorted(pullback.grad_fields)}
     # The gradient of a query is complete after its tile; the other gradients are sums over query tiles.
     wide = accumulator(record)
-    grads = {
-        name: jax.tree.map(functools.partial(_zeros, dtype=x.dtype if name == "query" else wide), x)
-        for name, x in fields.items()
-    }
+    grads = {name: zero_gradient(x, x.dtype if name == "query" else wide) for name, x in fields.items()}
     grads = accumulate(pullback, params, grads)
-    return {name: jax.tree.map(_as_dtype_of, x, grads[name]) for name, x in fields.items()}
+    return {name: as_dtype_of(x, grads[name]) for name, x in fields.items()}
+
+
+def zero_gradient(field: Any, dtype: Any) -> Any:
+    """Returns zeros for the gradient of a field, an array or a function with arrays."""
+    return jax.tree.map(functools.partial(_zeros, dtype=dtype), field)
+
+
+def as_dtype_of(field: Any, gradient: Any) -> Any:
+    """Returns the gradient of a field in the field's dtype."""
+    return jax.tree.map(_as_dtype_of, field, gradient)
 
 
 def _zeros(x: jax.Array, dtype: Any) -> jax.Array | None:

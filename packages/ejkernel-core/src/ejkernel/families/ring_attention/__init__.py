@@ -30,18 +30,18 @@ __all__ = [
 
 def apply_shard_offsets(record: RingAttention, offsets: Mapping[str, jax.Array]) -> RingAttention:
     """Converts the positions of a part of the queries to positions in the whole sequence, for calls on one device. A
-    ring computes its positions itself.
+    ring computes its positions itself, and needs only the first row and head of functions of pairs.
     """
-    if record.axis_name is not None:
-        return record
     moved = tiled_attention.apply_shard_offsets(as_tiled_attention(record), offsets)
-    return dataclasses.replace(record, q_positions=moved.q_positions)
+    if record.axis_name is not None:
+        return dataclasses.replace(record, dropout_origin=moved.dropout_origin)
+    return dataclasses.replace(record, q_positions=moved.q_positions, dropout_origin=moved.dropout_origin)
 
 
 FAMILY = Family(
     name="ring_attention",
     record=RingAttention,
-    differentiable=("query", "key", "value", "bias", "softmax_aux"),
+    differentiable=("query", "key", "value", "bias", "score_mod", "softmax_aux"),
     dtype=lambda record: record.query.dtype,
     head_dims=lambda record: (record.query.shape[-1], record.value.shape[-1]),
     axes={
@@ -55,6 +55,7 @@ FAMILY = Family(
         "q_positions": "b t",
         "kv_positions": "b s",
         "softmax_aux": "h",
+        "dropout_origin": "c",
         "output": "b t h v",
     },
     # Along a ring's axis, queries and keys are split alike; on one device the keys are all there.

@@ -16,7 +16,13 @@ import numpy as np
 from jax import lax
 
 from ejkernel.families.ring_attention import stripes
-from ejkernel.families.ring_attention.record import RingAttention, as_tiled_attention, axis_size
+from ejkernel.families.ring_attention.record import (
+    RingAttention,
+    as_tiled_attention,
+    axis_size,
+    has_functions,
+    origin_of_pairs,
+)
 from ejkernel.families.tiled_attention import TiledAttention, causal_window_bounds
 
 Tree = TypeVar("Tree")
@@ -153,9 +159,12 @@ def _masks_compare_indices(record: RingAttention) -> bool:
 
 
 def _is_striped(record: RingAttention) -> bool:
-    """Returns a mask that is causal, and nothing more, over queries and keys that are cut alike."""
+    """Returns whether the mask is causal, and nothing more, over queries and keys that are cut alike.
+
+    Functions of pairs read indices that count on from the first of a part, which those of two halves do not.
+    """
     length = record.query.shape[1]
-    whole = length == record.key.shape[1] and length % 2 == 0 and length > 0
+    whole = length == record.key.shape[1] and length % 2 == 0 and length > 0 and not has_functions(record)
     return _masks_compare_indices(record) and causal_window_bounds(as_tiled_attention(record)) == (None, 0) and whole
 
 
@@ -207,6 +216,9 @@ def step_record(
         me, queries = lax.axis_index(record.axis_name), record.query.shape[1]
         position_fields["q_positions"] = ring.indices(me, queries) if record.q_positions is None else record.q_positions
         position_fields["kv_positions"] = travelling_keys.get("kv_positions", ring.indices(source, keys))
+    if has_functions(record):
+        first_query = lax.axis_index(record.axis_name) * record.query.shape[1]
+        position_fields["dropout_origin"] = origin_of_pairs(record, first_query, source * keys)
     return dataclasses.replace(
         as_tiled_attention(record), **{**travelling_keys, **pairs, **position_fields}, softmax_aux=None
     )

@@ -15,7 +15,7 @@ from ejkernel.families.ring_attention import RingAttention as Record
 from ejkernel.families.ring_attention import axis_size
 from ejkernel.modules.operations.cases import ring_attention as cases
 from ejkernel.modules.operations.configs import RingAttentionConfig
-from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
+from ejkernel.modules.operations.flash_attention import FlashAttentionArguments, pair_functions
 from ejkernel.modules.operations.flash_attention import lower as lower_flash
 from ejkernel.modules.operations.flash_attention import validate as validate_flash
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
@@ -36,6 +36,7 @@ from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.planning import packing
 from ejkernel.types import MaskInfo
 from ejkernel.types.integers import clamp_positions
+from ejkernel.types.pair_functions import PairFunction
 
 
 @document_options
@@ -52,6 +53,8 @@ def ring_attention(
     chunk_size: int | None = None,
     causal: bool = False,
     logits_soft_cap: float | None = None,
+    score_mod: Callable[..., Array] | PairFunction | None = None,
+    mask_mod: Callable[..., Array] | PairFunction | None = None,
     softmax_scale: float | None = None,
     axis_name: str | None = None,
     fused_backward: bool = False,
@@ -97,6 +100,11 @@ def ring_attention(
         causal: Key position at most query position. Positions count from the first token of the whole sequence
             (top-left), unless `mask_info` gives them.
         logits_soft_cap: Cap c > 0 of `c * tanh(score / c)`.
+        score_mod: `(score, b, h, q_idx, k_idx) -> score`, as `flash_attention` has it; q_idx and k_idx are indices in
+            the whole sequence. Differentiable.
+        mask_mod: `(b, h, q_idx, k_idx) -> bool`, as `flash_attention` has it, by the same indices. With either
+            function, devices do not exchange halves of their parts. Where `axis_name` is bound, b and h count the
+            device's own rows and heads.
         softmax_scale: Factor on the scores; None means `D ** -0.5`.
         axis_name: Mesh axis the sequence is spread over; None where it is not.
         fused_backward: True asks for the gradients of query, key and value in one sweep over the scores. Every
@@ -149,6 +157,7 @@ class RingAttentionArguments(ArgumentRecord, of=ring_attention):
             "chunk_size": as_chunk_size("chunk_size", self.chunk_size),
             "logits_soft_cap": None if cap is None else as_number("logits_soft_cap", cap, greater_than=0),
             "fused_backward": as_flag("fused_backward", self.fused_backward),
+            **pair_functions(self.score_mod, self.mask_mod, self.query),
         }
         for name, value in canonical.items():
             object.__setattr__(self, name, value)
@@ -187,6 +196,8 @@ def lower(args: RingAttentionArguments) -> Record:
     record = Record(
         **{name: getattr(dense, name) for name in same},
         axis_name=args.axis_name,
+        score_mod=args.score_mod,
+        mask_mod=args.mask_mod,
         bias=_rows_of_local_queries(args.bias, args),
         mask=None if args.mask_info is None else _rows_of_local_queries(args.mask_info.explicit_mask, args),
     )

@@ -15,6 +15,9 @@ def implementations() -> tuple[Implementation, ...]:
     )
     return (
         make_mosaic_tpu_implementation(
-            FAMILY, ConfigSpace.of(config, forward=TpuForward, backward=TpuBackward), requires
+            FAMILY,
+            ConfigSpace.of(config, forward=TpuForward, backward=TpuBackward),
+            requires,
+            fields_without_gradient=frozenset({"score_mod"}),
         ),
     )

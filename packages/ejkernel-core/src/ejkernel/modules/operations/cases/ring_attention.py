@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.modules.operations.cases.flash_attention import AttentionSizes, make_inputs, qkv, timed_case_rows
+from ejkernel.modules.operations.cases.pair_functions import rows_with_functions
 from ejkernel.modules.operations.cases.tables import Row, make_cases_of_rows
 from ejkernel.ops.model import Case
 from ejkernel.types import MaskInfo
@@ -68,6 +69,7 @@ _CASE_TABLE: tuple[Row[AttentionSizes], ...] = (
         (),
     ),
     ("positions", SQUARE_SIZES, _position_arguments, ("q_positions", "kv_positions"), ()),
+    *rows_with_functions(CROSS_SIZES, SQUARE_SIZES),
     ("one token", AttentionSizes(b=1, t=1, s=1), lambda k: {}, (), ("awkward",)),
     ("bfloat16", AttentionSizes(t=129, s=129, dtype=jnp.bfloat16), lambda k: {"causal": True}, ("causal",), ()),
     (
