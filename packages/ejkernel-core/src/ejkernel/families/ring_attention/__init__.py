@@ -34,8 +34,8 @@ def apply_shard_offsets(record: RingAttention, offsets: Mapping[str, jax.Array])
     """
     moved = tiled_attention.apply_shard_offsets(as_tiled_attention(record), offsets)
     if record.axis_name is not None:
-        return dataclasses.replace(record, dropout_origin=moved.dropout_origin)
-    return dataclasses.replace(record, q_positions=moved.q_positions, dropout_origin=moved.dropout_origin)
+        return dataclasses.replace(record, index_origin=moved.dropout_origin)
+    return dataclasses.replace(record, q_positions=moved.q_positions, index_origin=moved.dropout_origin)
 
 
 FAMILY = Family(
@@ -55,7 +55,7 @@ FAMILY = Family(
         "q_positions": "b t",
         "kv_positions": "b s",
         "softmax_aux": "h",
-        "dropout_origin": "c",
+        "index_origin": "c",
         "output": "b t h v",
     },
     # Along a ring's axis, queries and keys are split alike; on one device the keys are all there.

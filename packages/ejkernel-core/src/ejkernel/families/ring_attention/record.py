@@ -28,7 +28,7 @@ class RingAttention:
             are indices in the whole sequence, b and h in the whole call.
         mask: [B|1, H|1, T|1, K|1] bool, True attends.
         mask_mod: `(b, h, q_idx, k_idx) -> bool`, True attends; the same indices.
-        dropout_origin: [4] int32, global (batch, head, query, key) index of this record's first element, for
+        index_origin: [4] int32, global (batch, head, query, key) index of this record's first element, for
             `score_mod` and `mask_mod`; a ring computes the last two itself. None is all zeros.
         q_segment_ids: [B, T] int32; with kv_segment_ids: equal ids >= 0 attend, < 0 is padding.
         kv_segment_ids: [B, S] int32.
@@ -54,7 +54,7 @@ class RingAttention:
     q_positions: jax.Array | None = None
     kv_positions: jax.Array | None = None
     softmax_aux: jax.Array | None = None
-    dropout_origin: jax.Array | None = None
+    index_origin: jax.Array | None = None
     causal: bool = static(False)
     sliding_window: Window | None = static(None)
     logits_soft_cap: float | None = static(None)
@@ -76,8 +76,8 @@ def axis_size(axis_name: str | None) -> int:
 
 def as_tiled_attention(record: RingAttention) -> TiledAttention:
     """Returns the record of a sequence that is all here, as tiled attention."""
-    names = {field.name for field in dataclasses.fields(record)} - {"axis_name"}
-    return TiledAttention(**{name: getattr(record, name) for name in names})
+    names = {field.name for field in dataclasses.fields(record)} - {"axis_name", "index_origin"}
+    return TiledAttention(dropout_origin=record.index_origin, **{name: getattr(record, name) for name in names})
 
 
 def has_functions(record: RingAttention) -> bool:
@@ -87,7 +87,7 @@ def has_functions(record: RingAttention) -> bool:
 
 def origin_of_pairs(record: RingAttention, first_query: Any, first_key: Any) -> jax.Array:
     """Returns the index in the whole call of the first row, head, query and key of a part, int32 [4]."""
-    origin = jnp.zeros(4, jnp.int32) if record.dropout_origin is None else record.dropout_origin.astype(jnp.int32)
+    origin = jnp.zeros(4, jnp.int32) if record.index_origin is None else record.index_origin.astype(jnp.int32)
     return origin.at[2].set(first_query).at[3].set(first_key)
 
 
@@ -103,5 +103,5 @@ def with_gathered_keys(record: RingAttention) -> RingAttention:
     if record.q_positions is None:
         whole["q_positions"] = (jnp.arange(length, dtype=jnp.int32) + first)[None]
     if has_functions(record):
-        whole["dropout_origin"] = origin_of_pairs(record, first, 0)
+        whole["index_origin"] = origin_of_pairs(record, first, 0)
     return dataclasses.replace(record, **whole)
