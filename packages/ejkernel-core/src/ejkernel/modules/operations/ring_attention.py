@@ -104,7 +104,7 @@ def ring_attention(
             the whole sequence. Differentiable.
         mask_mod: `(b, h, q_idx, k_idx) -> bool`, as `flash_attention` has it, by the same indices. With either
             function, devices do not exchange halves of their parts. Where `axis_name` is bound, b and h count the
-            device's own rows and heads.
+            rows and heads of the device.
         softmax_scale: Factor on the scores; None means `D ** -0.5`.
         axis_name: Mesh axis the sequence is spread over; None where it is not.
         fused_backward: True asks for the gradients of query, key and value in one sweep over the scores. Every
