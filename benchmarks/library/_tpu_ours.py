@@ -30,6 +30,7 @@ from ejkernel.modules import (
     ragged_page_attention_v2_turboquant,
     reduce_scatter_matmul,
     ring_attention,
+    rwkv7,
     state_space_v1,
 )
 from ejkernel.planning.quantized_formats import make_format
@@ -245,12 +246,13 @@ def _with_gradient(forward: Any, args: tuple[Any, ...], flops: float, output: in
 def recurrence(kind: str, gradient: bool = False) -> Workload:
     """A linear recurrence over 8192 tokens of 16 heads with 128 by 128 states; with the gradients of its sum.
 
-    Useful operations are those of the formula: each token reads the state and writes to it.
+    RWKV-7 has 32 heads with 64 by 64 states, as its model of 1.5 billion parameters. Useful operations are those of the
+    formula: each token reads the state and writes to it, RWKV-7's twice.
     """
-    tokens, heads = 8192, 16
-    wide = jax.ShapeDtypeStruct((1, tokens, heads, SIZE), jnp.bfloat16)
+    tokens, (heads, size) = 8192, (32, 64) if kind == "RWKV-7" else (16, SIZE)
+    wide = jax.ShapeDtypeStruct((1, tokens, heads, size), jnp.bfloat16)
     by_head = jax.ShapeDtypeStruct((1, tokens, heads), jnp.float32)
-    by_channel = jax.ShapeDtypeStruct((1, tokens, heads, SIZE), jnp.float32)
+    by_channel = jax.ShapeDtypeStruct((1, tokens, heads, size), jnp.float32)
 
     def lightning(query: Any, key: Any, value: Any) -> Any:
         return lightning_attention(query, key, value, layer_idx=0, num_layers=24, platform="pallas")
@@ -262,12 +264,16 @@ def recurrence(kind: str, gradient: bool = False) -> Workload:
         rule = kernel_delta_attention if decay.ndim == 4 else gated_delta_rule
         return rule(query, key, value, beta, decay, platform="pallas")
 
+    def low_rank(r: Any, k: Any, v: Any, w: Any, a: Any, b: Any) -> Any:
+        return rwkv7(r, w, k, v, a, b, platform="pallas")
+
     rules: dict[str, tuple[Any, tuple[Any, ...]]] = {
         "lightning": (lightning, ()),
         "a gate a head": (gated, (by_head,)),
         "a gate a channel": (gated, (by_channel,)),
         "gated delta rule": (delta, (by_head, by_head)),
         "KDA": (delta, (by_head, by_channel)),
+        "RWKV-7": (low_rank, (by_channel, wide, wide)),
     }
     rule, gates = rules[kind]
     args = (wide, wide, wide, *gates)
@@ -279,12 +285,12 @@ def recurrence(kind: str, gradient: bool = False) -> Workload:
         sum_of = lambda arrays: forward(*arrays).astype(jnp.float32).sum()  # noqa: E731
         return jax.grad(sum_of)(arrays)
 
-    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in args)
-    output = tokens * heads * SIZE * 2
-    flops = 4.0 * tokens * heads * SIZE * SIZE
+    inputs = sum(math.prod(x.shape) * x.dtype.itemsize for x in args)
+    output = tokens * heads * size * 2
+    flops = (8.0 if kind == "RWKV-7" else 4.0) * tokens * heads * size * size
     if gradient:
-        return Workload(function=both, args=args, flops=3 * flops, min_hbm_bytes=3 * size + 2 * output)
-    return Workload(function=forward, args=args, flops=flops, min_hbm_bytes=size + output)
+        return Workload(function=both, args=args, flops=3 * flops, min_hbm_bytes=3 * inputs + 2 * output)
+    return Workload(function=forward, args=args, flops=flops, min_hbm_bytes=inputs + output)
 
 
 def recurrent_steps(kind: str, tokens: int = 1, sequences: int = 64) -> Workload:

@@ -117,7 +117,7 @@ COLLECTIVE = tuple(
     case(f"collective matmul of 4 devices, {kind}, ejkernel", "collective", OURS, kind=kind)
     for kind in ("all-gather", "reduce-scatter", "gradient of the weight")
 )
-KINDS = ("lightning", "a gate a head", "a gate a channel", "gated delta rule", "KDA")
+KINDS = ("lightning", "a gate a head", "a gate a channel", "gated delta rule", "KDA", "RWKV-7")
 RECURRENCES = tuple(
     case(
         f"recurrence, {kind}{', and its gradients' * gradient}, ejkernel",
@@ -137,7 +137,7 @@ STEPS = tuple(
         kind=kind,
         tokens=n,
     )
-    for kind in KINDS[1:]
+    for kind in KINDS[1:-1]
     for n in (1, 8)
 ) + tuple(
     case(f"decode steps of {n} token{'s' * (n > 1)} in slots, {what}, ejkernel", build, OURS, tokens=n)

@@ -27,9 +27,6 @@ REASONS_WITHOUT_TPU_KERNEL = {
         "the products run on the matrix units under XLA; a kernel would merge the selection without a sort of each "
         "tile, and is not written"
     ),
-    "linear_recurrence": (
-        "the kernel has no low-rank term of the state's transition, which RWKV-7 needs; it is not written"
-    ),
     "paged_attention": (
         "the kernel needs pages of numbers: a cache without pages goes to `decode_attention` and `page_attention`, "
         "which have a kernel"

@@ -7,7 +7,13 @@ import jax.numpy as jnp
 import pytest
 from tpu_chips import compiled, on_chips, shaped
 
-from ejkernel.modules import gated_delta_rule, kernel_delta_attention, lightning_attention, ragged_gated_delta_rule
+from ejkernel.modules import (
+    gated_delta_rule,
+    kernel_delta_attention,
+    lightning_attention,
+    ragged_gated_delta_rule,
+    rwkv7,
+)
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel_pallas.tpu.profile import CHIPS as PROFILED
 
@@ -34,6 +40,10 @@ CALLS = {
     "a gate a channel": (
         functools.partial(kernel_delta_attention, platform="pallas"),
         (*(tokens(H, D),) * 3, tokens(dtype="float32"), tokens(H, D, dtype="float32")),
+    ),
+    "low-rank term": (
+        functools.partial(rwkv7, platform="pallas"),
+        (tokens(H, 64), tokens(H, 64, dtype="float32"), *(tokens(H, 64),) * 4),
     ),
 }
 STEPS = {

@@ -33,6 +33,11 @@ def strong_gates(random, *shape):
     return np.where(random.random(shape) < 0.05, -np.inf, gates)
 
 
+def directions(x):
+    """The vectors, of length one."""
+    return x / jnp.linalg.norm(x, axis=3, keepdims=True).astype(x.dtype)
+
+
 def record(tokens=75, heads=4, keys=4, values=4, size=16, dtype="float32", gates=initial_gates, **fields):
     """One row of tokens; fields are named and get normal numbers, or what a field must have."""
     random = np.random.default_rng(3)
@@ -48,6 +53,8 @@ def record(tokens=75, heads=4, keys=4, values=4, size=16, dtype="float32", gates
         "beta": lambda: jnp.asarray(random.uniform(0, 1, (1, tokens, heads)), jnp.float32),
         "dt": lambda: jnp.asarray(random.uniform(0, 0.1, (1, tokens, heads)), jnp.float32),
         "skip": lambda: normal(1, 1, heads, of="float32"),
+        "low_rank_write": lambda: directions(normal(1, tokens, heads, size)),
+        "low_rank_read": lambda: directions(normal(1, tokens, heads, size)),
         "initial_state": lambda: normal(1, heads, size, 24, of="float32"),
         "sequence_state": lambda: normal(4, heads, size, 24, of="float32"),
         "cu_seqlens": lambda: jnp.asarray([0, 40, 40, 41, tokens - 3], jnp.int32),
@@ -56,12 +63,12 @@ def record(tokens=75, heads=4, keys=4, values=4, size=16, dtype="float32", gates
     given = {
         {"channels": "decay", "constant": "decay"}.get(name, name): made[name]() for name, has in fields.items() if has
     }
-    key = normal(1, tokens, keys, size)
-    key = key / jnp.linalg.norm(key, axis=3, keepdims=True).astype(dtype)
+    key = directions(normal(1, tokens, keys, size))
     query, value = normal(1, tokens, heads if keys == heads else keys, size), normal(1, tokens, values, 24)
     return LinearRecurrence(query=query, key=key, value=value, softmax_scale=0.25, **given)
 
 
+LOW_RANK = {"low_rank_write": True, "low_rank_read": True}
 CASES = {
     "no gates": record,
     "a gate a head, the same for all tokens": partial(record, constant=True, initial_state=True),
@@ -76,6 +83,12 @@ CASES = {
     "KDA, segments": partial(record, channels=True, beta=True, segment_ids=True, initial_state=True),
     "gated delta rule, segments": partial(record, decay=True, beta=True, segment_ids=True, gates=strong_gates),
     "gated delta rule, packed": partial(record, decay=True, beta=True, cu_seqlens=True, sequence_state=True),
+    "low-rank term, segments": partial(
+        record, constant=True, segment_ids=True, initial_state=True, gates=strong_gates, **LOW_RANK
+    ),
+    "low-rank term, packed": partial(
+        record, channels=True, keys=2, cu_seqlens=True, sequence_state=True, gates=strong_gates, **LOW_RANK
+    ),
 }
 
 
@@ -91,6 +104,7 @@ def passes(made, config=CONFIG):
 
 def differentiable(made):
     names = ("query", "key", "value", "decay", "value_decay", "beta", "dt", "skip", "initial_state", "sequence_state")
+    names += ("low_rank_write", "low_rank_read")
     return [name for name in names if getattr(made, name) is not None]
 
 
@@ -131,7 +145,7 @@ def test_a_chunk_longer_than_the_sequence():
         compare(made, jax.jit(partial(passes, config=TpuRecurrence(chunk_size=128, heads=4)))(made), 3e-5)
 
 
-@pytest.mark.parametrize("name", ["a gate a channel", "gated delta rule, packed", "gated delta rule, segments"])
+@pytest.mark.parametrize("name", ["a gate a channel", "gated delta rule, packed", "low-rank term, segments"])
 def test_no_races(name):
     made = CASES[name]()
     with simulated():
@@ -159,6 +173,7 @@ RULES = {
     "KDA": {"channels": True, "beta": True},
     "state space": {"decay": True, "dt": True, "skip": True, "keys": 1},
     "gates of keys and values": {"channels": True, "value_decay": True},
+    "low-rank term": {"channels": True, "keys": 2, **LOW_RANK},
 }
 
 
@@ -188,6 +203,7 @@ def test_states_in_slots_are_updated(name):
         ("mixed prefill and decode", "gates of keys and values", 4),
         ("nobody has a slot", "gated delta rule", 1),
         ("nobody has tokens", "KDA", 1),
+        ("several tokens, some without a slot", "low-rank term", 2),
     ],
 )
 def test_states_in_slots_are_updated_token_by_token(name, rule, chunk_size):

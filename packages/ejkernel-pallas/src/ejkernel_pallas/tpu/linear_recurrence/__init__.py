@@ -13,8 +13,8 @@ from ejkernel.types.arguments import optional_fields
 from ejkernel_pallas.tpu.linear_recurrence import config
 from ejkernel_pallas.tpu.requirements import make_mosaic_tpu_implementation, tpu_requires
 
-UNSUPPORTED_FIELDS = frozenset({"low_rank_write", "low_rank_read", "parents"})
-"""The fields of the family's low-rank term and of trees of draft tokens, which the kernel does not have."""
+UNSUPPORTED_FIELDS = frozenset({"parents"})
+"""The field of trees of draft tokens, which the kernels do not have."""
 
 
 def _refusal_reasons(record: Any) -> Iterable[str]:

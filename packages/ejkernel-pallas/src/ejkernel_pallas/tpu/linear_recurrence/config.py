@@ -55,7 +55,7 @@ def heuristic(record: LinearRecurrence, device: Any, direction: Direction) -> Tp
     With gates per key channel there is a product for every level of a chunk, so their chunks are shorter. More heads
     fill the matrix unit better, and need more VMEM for what does not fit registers.
     """
-    wide = has_decay_per_channel(record) or record.value_decay is not None
+    wide = has_channel_gates(record) or record.value_decay is not None
     length, heads = (64, 8) if wide else (128, 16)
     if slotted_states(record) is not None:  # a step's overhead is a large share of copying the states of few heads
         heads = CANDIDATE_HEADS_PER_STEP[-1]
@@ -88,6 +88,11 @@ def chunk_table_smem_bytes(record: LinearRecurrence) -> int:
 def updates_slots(record: LinearRecurrence) -> bool:
     """Returns whether the forward kernel updates the slots of a record in place."""
     return slotted_states(record) is not None and not record.transposed_states
+
+
+def has_channel_gates(record: LinearRecurrence) -> bool:
+    """Returns whether the kernels read a gate per key channel: also with a low-rank term, whose gates are repeated."""
+    return has_decay_per_channel(record) or (record.decay is not None and record.low_rank_read is not None)
 
 
 def _use_all_cores(record: LinearRecurrence, device: Any, heads: int) -> int:

@@ -116,7 +116,8 @@ def channel_arrays(plan: ChunkPlan, record: LinearRecurrence) -> dict[str, jax.A
     found: dict[str, jax.Array] = {}
     for name, _ in plan.spec.channel_field_head_counts:
         x = getattr(record, name)
-        found[name] = plan.gather_to_chunks(jnp.broadcast_to(x, (*shape, *x.shape[2:])))
+        full = (*shape, x.shape[2], plan.spec.num_channels(name))
+        found[name] = plan.gather_to_chunks(jnp.broadcast_to(x, full))
     return found
 
 

@@ -4,12 +4,13 @@ import dataclasses
 
 from jax import lax
 
-from ejkernel.families.linear_recurrence import LinearRecurrence, has_decay_per_channel, num_state_heads
+from ejkernel.families.linear_recurrence import LinearRecurrence, num_state_heads
 from ejkernel.planning.precision import product_precision
 from ejkernel_pallas.tpu.linear_recurrence.config import (
     MAX_STATES_VMEM_BYTES,
     MIN_CHUNK_TOKENS,
     TpuRecurrence,
+    has_channel_gates,
     state_vmem_bytes_per_head,
     updates_slots,
 )
@@ -98,10 +99,10 @@ def make_spec(record: LinearRecurrence, config: TpuRecurrence) -> RecurrenceSpec
         num_state_heads(record),
         max(1, MAX_STATES_VMEM_BYTES // max(1, state_vmem_bytes_per_head(record))),
     )
-    shared = record.decay is not None and not has_decay_per_channel(record)
+    shared = record.decay is not None and not has_channel_gates(record)
     channel_fields = {"query": record.query, "key": record.key, "value": record.value}
-    channel_fields |= {"decay": record.decay} if has_decay_per_channel(record) else {}
-    channel_fields |= {"value_decay": record.value_decay} if record.value_decay is not None else {}
+    channel_fields |= {"decay": record.decay} if has_channel_gates(record) else {}
+    channel_fields |= {name: getattr(record, name) for name in ("value_decay", "low_rank_write", "low_rank_read")}
     head_counts = {name: x.shape[2] for name, x in channel_fields.items() if x is not None}
     keeps_float32 = product_precision(record.query.dtype, record.precision) in (
         lax.Precision.HIGH,

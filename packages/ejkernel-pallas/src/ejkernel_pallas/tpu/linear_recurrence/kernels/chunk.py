@@ -7,6 +7,8 @@ With weights w_ij = exp(sum of the gates of tokens j+1..i), S_0 the state before
     S_C = w_C0 S_0 + sum_j (w_Cj k_j) u_j^T
     u_i + beta_i sum_{j < i} <k_i, w_ij k_j> u_j = beta_i (v_i - (k_i * w_i0)^T S_0)      for the delta rule, else v_i
 
+A low-rank term's tokens write twice, with a key and with another vector: [C] keys and writes are then [2 C].
+
 JAX differentiates it inside of the backward kernel; functions with a cheaper rule define their own.
 """
 
@@ -24,6 +26,7 @@ from ejkernel_pallas.tpu.linear_recurrence.kernels.gates import (
     make_block_decay_weights,
     make_key_decay_weights,
 )
+from ejkernel_pallas.tpu.linear_recurrence.kernels.low_rank import low_rank_reads, written_vectors
 from ejkernel_pallas.tpu.linear_recurrence.kernels.products import dot, row_and_column_indices
 from ejkernel_pallas.tpu.linear_recurrence.kernels.ut_transform import solve_unit_lower
 from ejkernel_pallas.tpu.linear_recurrence.spec import ChunkArithmetic
@@ -46,6 +49,8 @@ class ChunkTokens:
         beta: [C, 1]; with it the recurrence is a delta rule.
         dt: [C, 1], factor on a token's write.
         skip: [C, 1], factor on the value that a token adds to its output.
+        low_rank_write: [C, K], the vectors with which tokens write what they read of the state before them.
+        low_rank_read: [C, K], the vectors with which they read it.
     """
 
     query: jax.Array
@@ -56,6 +61,8 @@ class ChunkTokens:
     beta: jax.Array | None = None
     dt: jax.Array | None = None
     skip: jax.Array | None = None
+    low_rank_write: jax.Array | None = None
+    low_rank_read: jax.Array | None = None
 
 
 def advance_chunk(
@@ -108,7 +115,7 @@ def _compute_decay_weights(
 def _compute_writes(
     states: ArraysPerHead, heads: tuple[ChunkTokens, ...], key_weights: list[KeyDecayWeights], keeps_float32: bool
 ) -> ArraysPerHead:
-    """Returns every token's write, [C, V]."""
+    """Returns every token's write, [C, V], or [2 C, V] with a low-rank term."""
     rhs: list[jax.Array] = []
     matrices: list[jax.Array] = []
     for state, x, key in zip(states, heads, key_weights, strict=True):
@@ -117,7 +124,11 @@ def _compute_writes(
             rhs.append(x.beta * (x.value - key.read_state(x.key, state, keeps_float32)))
             matrices.append(x.beta * key.pair_products(x.key, x.key, keeps_float32))
     if not rhs:
-        return tuple(x.value if x.dt is None else x.value * x.dt for x in heads)
+        writes = tuple(x.value if x.dt is None else x.value * x.dt for x in heads)
+        if heads[0].low_rank_read is None:
+            return writes
+        reads = low_rank_reads(states, heads, key_weights, writes, keeps_float32)
+        return tuple(jnp.concatenate(x, axis=0) for x in zip(writes, reads, strict=True))
     return solve_unit_lower(tuple(matrices), tuple(rhs), keeps_float32)
 
 
@@ -133,7 +144,7 @@ def _read_state_and_writes(
     before = key_weights.read_state(x.query, state, keeps_float32)
     if value_weights is None:
         return before + dot(
-            key_weights.pair_products(x.query, x.key, keeps_float32), token_writes, (1, 0), keeps_float32
+            key_weights.pair_products(x.query, written_vectors(x), keeps_float32), token_writes, (1, 0), keeps_float32
         )
     return before * value_weights[-1].decay_since_start + _read_writes_per_channel(
         x, key_weights, token_writes, value_weights, keeps_float32
@@ -174,5 +185,5 @@ def _compute_states_after_chunk(
         if value is not None:
             # Gates per value channel decay columns of the state, so they multiply the writes, not the keys.
             before, written = state * last_row(value[-1].decay_since_start), write * value[-1].decay_until_end
-        found.append(key.add(before, x.key, written, keeps_float32))
+        found.append(key.add(before, written_vectors(x), written, keeps_float32))
     return tuple(found)

@@ -12,13 +12,14 @@ No step depends on the values of the gates: freshly initialised and trained laye
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel_pallas.tpu.linear_recurrence.kernels.products import dot, row_and_column_indices
+from ejkernel_pallas.tpu.linear_recurrence.kernels.products import dot, dot_split, row_and_column_indices
 from ejkernel_pallas.tpu.mosaic import vectors
 from ejkernel_pallas.tpu.mosaic.gradients import with_custom_gradient
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
@@ -90,16 +91,31 @@ class ChannelDecayWeights:
 
     weights_by_block_length: "tuple[BlockDecayWeights, ...]"
 
+    def read_state_before(self, query: jax.Array, state: jax.Array, keeps_float32: bool) -> jax.Array:
+        """Returns the reads of tokens from the state before the chunk, decayed up to the token before each: [C, V]."""
+        weights = shift_rows_down(self.weights_by_block_length[-1].decay_since_start, 1.0)
+        return dot(query * weights, state, (1, 0), keeps_float32)
+
     def read_state(self, query: jax.Array, state: jax.Array, keeps_float32: bool) -> jax.Array:
         """Returns the reads of tokens from the state before the chunk; see `HeadDecayWeights`."""
         return dot(query * self.weights_by_block_length[-1].decay_since_start, state, (1, 0), keeps_float32)
 
     def pair_products(self, left: jax.Array, right: jax.Array, keeps_float32: bool) -> jax.Array:
         """Returns products of all pairs of tokens, decayed and masked; see `HeadDecayWeights`."""
-        row, column = row_and_column_indices(left.shape[0])
-        total = jnp.where(row == column, jnp.sum(left * right, axis=1, keepdims=True), 0.0)
+        tokens = left.shape[0]
+        multiply = functools.partial(dot, contracted_axes=(1, 1), keeps_float32=keeps_float32)
+        if (copies := right.shape[0] // tokens) > 1:  # the vectors of the low-rank term follow the keys
+            # Their transitions may have norms up to 2: one pass of bfloat16 would lose digits where tokens cancel.
+            multiply = multiply if keeps_float32 else functools.partial(dot_split, contracted_axes=(1, 1))
+            row, column = (lax.broadcasted_iota(jnp.int32, (tokens, right.shape[0]), axis) for axis in (0, 1))
+            column = column & (tokens - 1)
+            total = jnp.where(row == column, multiply(left, right), 0.0)
+        else:
+            row, column = row_and_column_indices(tokens)
+            total = jnp.where(row == column, jnp.sum(left * right, axis=1, keepdims=True), 0.0)
         for level, span in enumerate(self.weights_by_block_length[:-1]):
-            square = dot(left * span.decay_since_start, right * span.decay_until_end, (1, 1), keeps_float32)
+            until_end = repeat_rows(span.decay_until_end, copies)
+            square = multiply(left * span.decay_since_start, right * until_end)
             total = jnp.where(is_split_at_level(row, column, level), square, total)
         return total
 
@@ -108,16 +124,21 @@ class ChannelDecayWeights:
         span = self.weights_by_block_length[-1]
         # The rows of the state are the key channels: the weights of all gates, as a column.
         row = last_row(span.decay_since_start)
-        if key.shape[0] > ROWS_PER_REGISTER:
+        if (tokens := span.decay_until_end.shape[0]) > ROWS_PER_REGISTER:
             total = jnp.broadcast_to(row, (state.shape[1], state.shape[0])).T
         else:  # steps of few tokens, which the transposition of whole states would take longest
             total = broadcast_row_as_column(row, state.shape[1])
-        return state * total + dot(key * span.decay_until_end, token_writes, (0, 0), keeps_float32)
+        until_end = repeat_rows(span.decay_until_end, key.shape[0] // tokens)
+        return state * total + dot(key * until_end, token_writes, (0, 0), keeps_float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class NoDecayWeights:
     """No decay."""
+
+    def read_state_before(self, query: jax.Array, state: jax.Array, keeps_float32: bool) -> jax.Array:
+        """Returns the reads of tokens from the state before the chunk; see `ChannelDecayWeights`."""
+        return dot(query, state, (1, 0), keeps_float32)
 
     def read_state(self, query: jax.Array, state: jax.Array, keeps_float32: bool) -> jax.Array:
         """Returns the reads of tokens from the state before the chunk; see `HeadDecayWeights`."""
@@ -125,8 +146,9 @@ class NoDecayWeights:
 
     def pair_products(self, left: jax.Array, right: jax.Array, keeps_float32: bool) -> jax.Array:
         """Returns products of all pairs of tokens, masked; see `HeadDecayWeights`."""
-        row, column = row_and_column_indices(left.shape[0])
-        return jnp.where(row >= column, dot(left, right, (1, 1), keeps_float32), 0.0)
+        shape = (left.shape[0], right.shape[0])
+        row, column = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+        return jnp.where(row >= (column & (left.shape[0] - 1)), dot(left, right, (1, 1), keeps_float32), 0.0)
 
     def add(self, state: jax.Array, key: jax.Array, token_writes: jax.Array, keeps_float32: bool) -> jax.Array:
         """Returns the state after the chunk; see `HeadDecayWeights`."""
@@ -257,6 +279,41 @@ def swap_neighbouring_blocks(x: jax.Array, block_rows: int) -> jax.Array:
         return jnp.concatenate(parts, axis=0)
     token = lax.broadcasted_iota(jnp.int32, x.shape, 0)
     return jnp.where((token & block_rows) != 0, pltpu.roll(x, block_rows, 0), pltpu.roll(x, x.shape[0] - block_rows, 0))
+
+
+def repeat_rows(x: jax.Array, copies: int) -> jax.Array:
+    """Returns [C, d] as [copies * C, d], one copy after the other."""
+    return x if copies == 1 else jnp.concatenate([x] * copies, axis=0)
+
+
+def _shift_rows_down_fwd(x: jax.Array, first: float) -> tuple[jax.Array, None]:
+    return shift_rows_down(x, first), None
+
+
+def _shift_rows_down_bwd(first: float, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    return (shift_rows_up(cotangent),)
+
+
+@with_custom_gradient(_shift_rows_down_fwd, _shift_rows_down_bwd, static_argnums=(1,))
+def shift_rows_down(x: jax.Array, first: float) -> jax.Array:
+    """Returns x [C, d] with each row at the next one, and the number `first` in row 0."""
+    token = lax.broadcasted_iota(jnp.int32, x.shape, 0)
+    return jnp.where(token == 0, first, pltpu.roll(x, 1, 0))
+
+
+def _shift_rows_up_fwd(x: jax.Array) -> tuple[jax.Array, None]:
+    return shift_rows_up(x), None
+
+
+def _shift_rows_up_bwd(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    return (shift_rows_down(cotangent, 0.0),)
+
+
+@with_custom_gradient(_shift_rows_up_fwd, _shift_rows_up_bwd)
+def shift_rows_up(x: jax.Array) -> jax.Array:
+    """Returns x [C, d] with each row at the one before, and zeros in the last row."""
+    token = lax.broadcasted_iota(jnp.int32, x.shape, 0)
+    return jnp.where(token == x.shape[0] - 1, 0.0, pltpu.roll(x, x.shape[0] - 1, 0))
 
 
 def _broadcast_row_as_column_fwd(row: jax.Array, width: int) -> tuple[jax.Array, None]:

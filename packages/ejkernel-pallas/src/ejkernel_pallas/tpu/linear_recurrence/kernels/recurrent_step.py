@@ -6,8 +6,9 @@ HBM  slots [S, H, K, V] ── block (slot, heads), double buffer ──► init
 HBM  slots ◄── the same block, double buffer ── final_state ◄── state, kept in VMEM for the sequence's next chunk
 
 A chunk's products would fill the matrix unit with padding, and with a state of which few rows are read. Here each
-register of a state takes seven multiplications and additions per token. Keys lie along lanes in memory and along rows
-in a state: keys of all heads are transposed together, and each column is repeated in all lanes.
+register of a state takes seven multiplications and additions per token, and four more with a low-rank term. Keys lie
+along lanes in memory and along rows in a state: keys of all heads are transposed together, and each column is repeated
+in all lanes.
 """
 
 import dataclasses
@@ -34,6 +35,8 @@ class StepRefs:
         value: In the layout of `query`, with V channels.
         decay: Log gates per key channel, in the layout of `query`.
         value_decay: Log gates per value channel, in the layout of `value`.
+        low_rank_write: In the layout of `query`.
+        low_rank_read: In the layout of `query`.
         scalars: float32 [C, heads of the step, fields], the fields of `RecurrenceSpec.step_scalar_names`.
         initial_state: [heads, K, V], the slot before the sequence.
         output: [C, heads, V].
@@ -51,6 +54,8 @@ class StepRefs:
     state: Ref
     decay: Ref = None
     value_decay: Ref = None
+    low_rank_write: Ref = None
+    low_rank_read: Ref = None
     scalars: Ref = None
 
 
@@ -68,6 +73,7 @@ class StepToken:
         beta: [heads, V], the same in every lane.
         dt: [heads, V], the same in every lane.
         skip: [heads, V], the same in every lane.
+        low_rank: The token's low-rank term; None without.
     """
 
     value: jax.Array
@@ -79,6 +85,22 @@ class StepToken:
     beta: jax.Array | None
     dt: jax.Array | None
     skip: jax.Array | None
+    low_rank: "LowRankToken | None"
+
+
+@dataclasses.dataclass(frozen=True)
+class LowRankToken:
+    """The low-rank term of a token of all heads of a grid step, float32.
+
+    Attributes:
+        write_columns: [K, heads].
+        read_columns: [K, heads].
+        query_write_product: [heads, 1], the products of the token's own query and its vector that writes.
+    """
+
+    write_columns: jax.Array
+    read_columns: jax.Array
+    query_write_product: jax.Array
 
 
 def recurrent_step(
@@ -130,7 +152,12 @@ def _load_token(refs: StepRefs, spec: RecurrenceSpec, index: int) -> StepToken:
         by_value = jnp.exp(_repeat_heads(refs.value_decay[index].astype(jnp.float32), heads))
         row_decay = by_value if row_decay is None else row_decay * by_value
     decay = None if refs.decay is None else jnp.exp(refs.decay[index].astype(jnp.float32))
-    products = _repeat_heads(query, heads) * _repeat_heads(key, heads)
+    queries, low_rank = _repeat_heads(query, heads), None
+    if refs.low_rank_read is not None:
+        write, read = (refs.low_rank_write[index].astype(jnp.float32), refs.low_rank_read[index].astype(jnp.float32))
+        products = queries * _repeat_heads(write, heads)
+        low_rank = LowRankToken(write.T, read.T, jnp.sum(products, axis=1, keepdims=True))
+    products = queries * _repeat_heads(key, heads)
     return StepToken(
         value=_repeat_heads(value, heads),
         query_key_product=jnp.sum(products, axis=1, keepdims=True),
@@ -141,6 +168,7 @@ def _load_token(refs: StepRefs, spec: RecurrenceSpec, index: int) -> StepToken:
         beta=scalars.get("beta"),
         dt=scalars.get("dt"),
         skip=scalars.get("skip"),
+        low_rank=low_rank,
     )
 
 
@@ -168,6 +196,11 @@ def _advance_token(state: jax.Array, token: StepToken, spec: RecurrenceSpec, hea
         total = jnp.sum(state * _column_of_head(columns, head, spec), axis=0, keepdims=True)
         return total if row_decay is None else total * row_decay
 
+    # The low-rank term reads the state before its decay.
+    low_rank_read = None
+    if token.low_rank is not None:
+        columns = _column_of_head(token.low_rank.read_columns, head, spec)
+        low_rank_read = jnp.sum(state * columns, axis=0, keepdims=True)
     if token.decay_columns is not None:
         state = state * _column_of_head(token.decay_columns, head, spec)
     value = token.value[row]
@@ -177,8 +210,13 @@ def _advance_token(state: jax.Array, token: StepToken, spec: RecurrenceSpec, hea
         write = value if token.dt is None else value * token.dt[row]
     # The read of the state after the token: of the state before it, and of the token's own write.
     read = read_state(token.query_columns) + token.query_key_product[row] * write
+    if token.low_rank is not None and low_rank_read is not None:
+        read = read + token.low_rank.query_write_product[row] * low_rank_read
     output = spec.arithmetic.output_scale * read
     if token.skip is not None:
         output = output + token.skip[row] * value
     state = state if row_decay is None else state * row_decay
-    return output, state + _column_of_head(token.key_columns, head, spec) * write
+    state = state + _column_of_head(token.key_columns, head, spec) * write
+    if token.low_rank is not None and low_rank_read is not None:
+        state = state + _column_of_head(token.low_rank.write_columns, head, spec) * low_rank_read
+    return output, state

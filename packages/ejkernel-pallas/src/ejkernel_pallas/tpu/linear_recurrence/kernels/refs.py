@@ -27,6 +27,8 @@ class RecurrenceRefs:
         value: In the layout of `query`, with V channels.
         decay: Log gates per key channel, in the layout of `query`.
         value_decay: Log gates per value channel, in the layout of `value`.
+        low_rank_write: In the layout of `query`.
+        low_rank_read: In the layout of `query`.
         scalar_columns: float32 [C, columns of the step's heads], one element per token and head of each of its fields.
         scalar_rows: float32 [rows of the step's heads, C], tokens along lanes: sums of gates that channels share, and
             runs of segments.
@@ -41,6 +43,8 @@ class RecurrenceRefs:
         dvalue: Gradient of the value.
         ddecay: Gradient of the decay.
         dvalue_decay: Gradient of the value decay.
+        dlow_rank_write: Gradient of the vectors that the low-rank term writes.
+        dlow_rank_read: Gradient of those that it reads with.
         dscalar_columns: Gradient of the columns.
         dscalar_rows: [heads, C], gradient of the sums in `scalar_rows`.
     """
@@ -52,6 +56,8 @@ class RecurrenceRefs:
     state: Ref
     decay: Ref = None
     value_decay: Ref = None
+    low_rank_write: Ref = None
+    low_rank_read: Ref = None
     scalar_columns: Ref = None
     scalar_rows: Ref = None
     cotangent: Ref = None
@@ -64,6 +70,8 @@ class RecurrenceRefs:
     dvalue: Ref = None
     ddecay: Ref = None
     dvalue_decay: Ref = None
+    dlow_rank_write: Ref = None
+    dlow_rank_read: Ref = None
     dscalar_columns: Ref = None
     dscalar_rows: Ref = None
 
@@ -136,8 +144,8 @@ def load_tokens_and_states(
 
 def _is_multiplied_before_product(spec: RecurrenceSpec, name: str) -> bool:
     """Returns whether elements of a field are multiplied before they are an operand of the matrix unit."""
-    by_channel = any(field in ("decay", "value_decay") for field, _ in spec.channel_field_head_counts)
-    return by_channel or name not in ("query", "key")
+    channel_fields = {field for field, _ in spec.channel_field_head_counts}
+    return bool(channel_fields & {"decay", "value_decay", "low_rank_read"}) or name not in ("query", "key")
 
 
 def _columns_of_head(spec: RecurrenceSpec, head: int) -> list[tuple[str, int]]:
