@@ -13,9 +13,9 @@ from ejkernel.errors import NoImplementationError, TunerError
 from ejkernel.modules import (
     FlashAttentionConfig,
     RaggedPageAttentionv2Config,
+    attention,
     flash_attention,
     lightning_attention,
-    mean_pooling,
     ragged_page_attention_v2,
 )
 from ejkernel.ops import (
@@ -46,11 +46,11 @@ def test_a_row_has_the_same_bits_alone_and_padded_and_jit_tells_the_block_apart(
 
 def test_implementations_without_the_claim_are_refused_by_name_for_the_forward_pass_alone():
     with batch_invariant():
-        decision = explain(mean_pooling, X, chunk_size=4)
+        decision = explain(attention, X, X, X)
         with pytest.raises(NoImplementationError, match="batch_invariant: its rows may depend on batch"):
-            mean_pooling(X, chunk_size=4)
+            attention(X, X, X)
     reasons = {v.implementation.name: v.reasons for v in decision.forward.verdicts}
-    assert reasons["xla"] == ("batch_invariant: its rows may depend on batch",)
+    assert reasons["xla"] == ("batch_invariant: its rows may depend on batch, chunking, padding",)
     assert not any("batch_invariant" in reason for v in decision.backward.verdicts for reason in v.reasons)
 
 

@@ -1,11 +1,15 @@
 """Tiles of the queries of a batch row, for kernels that read a list of keys per query."""
 
 import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ejkernel.arithmetic import cdiv
+from ejkernel.ops.params import Direction
+from ejkernel_xla.fixed_tiles import TILE_ROWS, forward_in_tiles
 from ejkernel_xla.sizes import check_positive
 
 MAX_NUMBERS_PER_STEP = 2**20
@@ -18,9 +22,11 @@ class QueryTile:
 
     Attributes:
         block_q: Queries per tile.
+        batch_invariant: Whether all tiles have this size, and each batch row is computed alone.
     """
 
     block_q: int
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         check_positive(self)
@@ -33,6 +39,33 @@ PUBLIC_FIELDS = {"block_q": "block_q"}
 def fit_queries(tokens: int, numbers_per_query: int, max_numbers: int = MAX_NUMBERS_PER_STEP) -> QueryTile:
     """Returns the tile of the most queries, at most `tokens`, whose temporary array has no more than `max_numbers`."""
     return QueryTile(block_q=max(1, min(tokens, max_numbers // max(1, numbers_per_query))))
+
+
+def batch_invariant(record: Any, device: Any, direction: Direction) -> QueryTile:
+    """Returns the tile of all calls in a `batch_invariant` block."""
+    return QueryTile(block_q=TILE_ROWS, batch_invariant=True)
+
+
+def forward_in_query_tiles(
+    forward: Callable[[Any, QueryTile], Any], record: Any, axes: Mapping[str, Any], config: QueryTile, out_axes: Any
+) -> Any:
+    """Returns the results of a forward pass, whose rows are computed alone and whose queries in tiles of fixed size.
+
+    Args:
+        forward: Record of a tile and its configuration -> tree of arrays.
+        record: The record.
+        axes: Axis letters of its arrays.
+        config: The tile.
+        out_axes: The axis of queries in the results, as the first levels of their tree.
+    """
+    tile = dataclasses.replace(config, batch_invariant=False)
+
+    def row(record: Any) -> Any:
+        return forward_in_tiles(
+            lambda record: forward(record, tile), record, axes, "t", block=config.block_q, out_axes=out_axes
+        )
+
+    return forward_in_tiles(row, record, axes, "b", block=1)
 
 
 def split_into_tiles(x: jax.Array, block: int, fill: int = 0) -> jax.Array:

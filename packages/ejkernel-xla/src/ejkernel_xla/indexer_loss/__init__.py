@@ -5,4 +5,11 @@ from ejkernel.ops import ConfigSpace
 from ejkernel_xla.indexer_loss import config
 from ejkernel_xla.registration import xla_implementation
 
-IMPLEMENTATIONS = (xla_implementation(FAMILY, config=ConfigSpace.of(config, forward=config.QueryTile), symbolic=False),)
+IMPLEMENTATIONS = (
+    xla_implementation(
+        FAMILY,
+        config=ConfigSpace.of(config, forward=config.QueryTile, fixed_if_invariant=("batch_invariant",)),
+        invariant_to=frozenset({"batch", "padding", "chunking"}),
+        symbolic=False,
+    ),
+)

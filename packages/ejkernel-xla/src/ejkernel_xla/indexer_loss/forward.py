@@ -6,10 +6,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.indexer_loss import IndexerLoss, IndexerLossResiduals, accumulator, indexer_loss_per_query
+from ejkernel.families.indexer_loss import (
+    FAMILY,
+    IndexerLoss,
+    IndexerLossResiduals,
+    accumulator,
+    indexer_loss_per_query,
+)
 from ejkernel.families.lightning_indexer import take_keys
 from ejkernel.planning.precision import product_precision
-from ejkernel_xla.query_tiles import QueryTile, join_tiles, split_into_tiles
+from ejkernel_xla.query_tiles import QueryTile, forward_in_query_tiles, join_tiles, split_into_tiles
 
 
 def forward(record: IndexerLoss, config: QueryTile) -> tuple[jax.Array, IndexerLossResiduals]:
@@ -22,6 +28,8 @@ def forward(record: IndexerLoss, config: QueryTile) -> tuple[jax.Array, IndexerL
     Returns:
         [B, T] in the accumulator's dtype, and attention's weights [B, T, K].
     """
+    if config.batch_invariant:
+        return forward_in_query_tiles(forward, record, FAMILY.axes_of(record), config, 1)
     if not record.query.size or not record.key.size or not record.indices.size:
         target = jnp.zeros(record.indices.shape, accumulator(record))
     else:

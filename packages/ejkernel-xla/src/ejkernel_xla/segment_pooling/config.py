@@ -17,9 +17,11 @@ class TokenTiles:
 
     Attributes:
         block_size: Tokens per tile. The pools that contain a whole tile share its sum.
+        batch_invariant: Whether each pool is summed alone, from its first token on.
     """
 
     block_size: int
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         check_positive(self)
@@ -48,6 +50,11 @@ def heuristic(record: SegmentPooling, device: Any, direction: Direction) -> Toke
     if device.platform != "cpu":
         return TokenTiles(block_size=_typical_length(record))
     return TokenTiles(block_size=min(32, 1 << _mean_length(record).bit_length() // 2))
+
+
+def batch_invariant(record: SegmentPooling, device: Any, direction: Direction) -> TokenTiles:
+    """Returns the tile of all calls in a `batch_invariant` block, which do without."""
+    return TokenTiles(block_size=1, batch_invariant=True)
 
 
 def candidates(record: SegmentPooling, device: Any, direction: Direction) -> tuple[TokenTiles, ...]:

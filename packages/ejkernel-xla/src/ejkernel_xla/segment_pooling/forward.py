@@ -6,6 +6,7 @@ from jax import lax
 
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.segment_pooling import SegmentPooling, accumulator, pool_bounds
+from ejkernel_xla.fixed_tiles import map_tiles, pad_axis
 from ejkernel_xla.segment_pooling.config import TokenTiles, block_size, rows_per_step
 
 
@@ -19,11 +20,48 @@ def forward(record: SegmentPooling, config: TokenTiles) -> tuple[jax.Array, tupl
     Returns:
         [B, M, H, D] in the values' dtype. There are no residuals.
     """
+    if config.batch_invariant:
+        return _means_of_pools(record), ()
     if record.ranges is None:
         sums = _chunk_sums(record)
     else:
         sums = _range_sums(record, record.ranges, block_size(record, config))
     return (sums / tokens_per_pool(record)).astype(record.values.dtype), ()
+
+
+def _means_of_pools(record: SegmentPooling) -> jax.Array:
+    """Returns means of a record, [B, M, H, D] in the values' dtype, each pool computed alone by the same program."""
+    rows, _, heads, size = record.values.shape
+    counts = jnp.broadcast_to(tokens_per_pool(record)[..., 0, 0], (rows, pool_bounds(record)[0].shape[1]))
+    pools = {"count": counts.reshape(-1)}
+    if record.ranges is None:
+        pools["values"] = _chunks(record)
+        values = None
+    else:
+        pools["range"] = record.ranges
+        values = record.values.reshape(-1, heads * size)
+
+    def mean(pool: dict[str, jax.Array]) -> jax.Array:
+        if values is None:
+            total = jnp.sum(pool["values"][0], axis=0, dtype=accumulator(record))
+        else:
+            first, end = pool["range"][0]
+            total = _add_rows(jnp.zeros(values.shape[1], accumulator(record)), values, first, end, 1)
+        # Not outside of the loop, where XLA may know the count, and multiply by its inverse.
+        return (total / pool["count"]).astype(record.values.dtype)[None]
+
+    return map_tiles(mean, pools, block=1).reshape(*counts.shape, heads, size)
+
+
+def _chunks(record: SegmentPooling) -> jax.Array:
+    """Returns the values of chunks of equal size, zeros after the last of a row, [B * M, chunk_size, H * D]."""
+    values, size = record.values, record.chunk_size
+    _, tokens, heads, channels = values.shape
+    if record.lengths is not None:
+        token = jnp.arange(tokens, dtype=jnp.int32)
+        values = jnp.where((token < record.lengths[:, None])[..., None, None], values, 0)
+    values = pad_axis(values, 1, cdiv(tokens, size) * size - tokens)
+    return values.reshape(-1, size, heads * channels)
 
 
 def tokens_per_pool(record: SegmentPooling) -> jax.Array:

@@ -10,7 +10,8 @@ IMPLEMENTATIONS = (
     xla_implementation(
         FAMILY,
         handles={*optional_fields(FAMILY.record), "lse_cotangent"},
-        config=ConfigSpace.of(config, forward=config.QueryTile),
+        config=ConfigSpace.of(config, forward=config.QueryTile, fixed_if_invariant=("batch_invariant",)),
+        invariant_to=frozenset({"batch", "padding", "chunking"}),
         symbolic=False,
     ),
 )

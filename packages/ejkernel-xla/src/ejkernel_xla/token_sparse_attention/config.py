@@ -4,9 +4,9 @@ from typing import Any
 
 from ejkernel.families.token_sparse_attention import TokenSparseAttention
 from ejkernel.ops.params import Direction
-from ejkernel_xla.query_tiles import MAX_NUMBERS_PER_STEP, PUBLIC_FIELDS, QueryTile, fit_queries
+from ejkernel_xla.query_tiles import MAX_NUMBERS_PER_STEP, PUBLIC_FIELDS, QueryTile, batch_invariant, fit_queries
 
-__all__ = ["PUBLIC_FIELDS", "QueryTile", "candidates", "heuristic"]
+__all__ = ["PUBLIC_FIELDS", "QueryTile", "batch_invariant", "candidates", "heuristic"]
 
 
 def heuristic(record: TokenSparseAttention, device: Any, direction: Direction) -> QueryTile:

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.tiled_attention import SoftmaxResiduals
-from ejkernel.families.token_sparse_attention import TokenSparseAttention, accumulator, decode_keys
+from ejkernel.families.token_sparse_attention import FAMILY, TokenSparseAttention, accumulator, decode_keys
 from ejkernel.planning.precision import product_precision
-from ejkernel_xla.query_tiles import QueryTile, join_tiles, split_into_tiles
+from ejkernel_xla.query_tiles import QueryTile, forward_in_query_tiles, join_tiles, split_into_tiles
 from ejkernel_xla.token_sparse_attention.plan import HeadRows, finite, for_each_head, take_listed, to_query_major
 
 
@@ -24,6 +24,8 @@ def forward(record: TokenSparseAttention, config: QueryTile) -> tuple[jax.Array,
     Returns:
         [B, T, H, Dv] in the query's dtype, and lse [B, H, T] in the accumulator's.
     """
+    if config.batch_invariant:
+        return forward_in_query_tiles(forward, record, FAMILY.axes_of(record), config, (1, 2))
     (rows, tokens, heads, _), dtype = record.query.shape, accumulator(record)
     sinks = jnp.full(heads, -jnp.inf, dtype) if record.softmax_aux is None else record.softmax_aux.astype(dtype)
     if not math.prod((record.query.size, record.key.size, record.indices.size, record.value_size)):

@@ -14,4 +14,5 @@ FAMILY = Family(
     # Each shard is a separate call: the loss is one of each query, and all keys are present. It sums over heads.
     shardable="bt",
     reference=reference,
+    invariances=lambda record: frozenset({"batch", "padding", "chunking"}),
 )

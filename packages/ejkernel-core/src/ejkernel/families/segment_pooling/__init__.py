@@ -23,6 +23,12 @@ def requests(record: SegmentPooling) -> tuple[dict[str, Any], ...]:
     return ({"b t": tokens, "b p": np.where(inside.any(axis=2), pool, PADDING)},)
 
 
+def invariances(record: SegmentPooling) -> frozenset[str]:
+    """Returns what the pools of a record may depend on."""
+    names = {"padding": record.lengths is not None or record.ranges is not None, "packing": record.ranges is not None}
+    return frozenset({"batch", *(name for name, depends in names.items() if depends)})
+
+
 FAMILY = Family(
     name="segment_pooling",
     record=SegmentPooling,
@@ -34,4 +40,5 @@ FAMILY = Family(
     shardable="bhd",
     reference=reference,
     requests=requests,
+    invariances=invariances,
 )

@@ -30,5 +30,6 @@ FAMILY = Family(
     shardable="bthg",
     aligned=(("h", "g"),),
     reference=reference,
+    invariances=lambda record: frozenset({"batch", "padding", "chunking"}),
     lse="b h t",
 )
