@@ -93,9 +93,10 @@ def test_both_cores_of_a_v5p_share_its_bandwidth():
     assert V5E.core_bandwidth == V5E.bandwidth
 
 
-def test_a_copy_to_scalar_memory_stores_only_the_words_of_its_block():
-    machine = SimulatedCore(V5E, {1: list(range(512))})
-    machine.start_copy(0, "hbm_to_smem", 4, 1, operand_address(1) + 2, 7 * ALLOCATION_ADDRESS_STRIDE)
+@pytest.mark.parametrize(("chip", "address"), [("v5e", 2), ("v5p", 32), ("v6e", 32), ("v7x", 32)])
+def test_a_copy_to_scalar_memory_stores_only_the_words_of_its_block(chip, address):
+    machine = SimulatedCore(CHIPS[chip], {1: list(range(512))})
+    machine.start_copy(0, "hbm_to_smem", 4, 1, operand_address(1) + address, 7 * ALLOCATION_ADDRESS_STRIDE)
     assert [machine.load_word(7 * ALLOCATION_ADDRESS_STRIDE + n) for n in (0, 31)] == [256, 287]
     assert machine.load_word(7 * ALLOCATION_ADDRESS_STRIDE + 32) == 0
     assert sum(machine.unknown.values()) == 1

@@ -50,10 +50,12 @@ class Chip(Tpu):
     Attributes:
         topology: A topology of eight devices that libtpu compiles for.
         latencies: The latencies of a core.
+        words_per_hbm_address: 32-bit words per unit of an address in HBM, as the compiled code computes them.
     """
 
     topology: str
     latencies: Latencies
+    words_per_hbm_address: int
 
 
 _V5E = Latencies(
@@ -85,7 +87,12 @@ _TOPOLOGIES_AND_LATENCIES = {
     "v7x": ("tpu7x:2x2x1", _V7X),
 }
 CHIPS = {
-    name: Chip(**dataclasses.asdict(TPUS[name]), topology=topology, latencies=latencies)
+    name: Chip(
+        **dataclasses.asdict(TPUS[name]),
+        topology=topology,
+        latencies=latencies,
+        words_per_hbm_address=128 if name == "v5e" else 8,
+    )
     for name, (topology, latencies) in _TOPOLOGIES_AND_LATENCIES.items()
 }
 

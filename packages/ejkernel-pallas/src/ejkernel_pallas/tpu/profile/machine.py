@@ -8,7 +8,6 @@ from ejkernel_pallas.tpu.profile.chips import Chip
 from ejkernel_pallas.tpu.profile.report import FROM_ICI_PREFIX, TO_ICI_SUFFIX
 
 GRANULE_BYTES = 32  # bytes per granule, the unit in which copies are counted
-_WORDS_PER_HBM_ADDRESS = 128  # 32-bit words per unit of an address in HBM
 ALLOCATION_ADDRESS_STRIDE = (
     1 << 40
 )  # an address is a multiple of this plus an offset, so that addresses and integers can be told apart
@@ -79,6 +78,7 @@ class SimulatedCore:
         self.waited = 0.0
         self.unknown = collections.Counter[int]()
         self._latencies = chip.latencies
+        self._words_per_hbm_address = chip.words_per_hbm_address
         self._bytes_per_cycle = chip.core_bandwidth / chip.clock_hz
         self._hbm_free = 0.0
         self._link_bytes_per_cycle = chip.link_bandwidth / chip.clock_hz
@@ -117,7 +117,7 @@ class SimulatedCore:
         self._arrivals[semaphore].append(_PendingCopy(done, granules))
         if copy_kind.endswith("_to_smem"):
             words = self._operands.get(source_address // ALLOCATION_ADDRESS_STRIDE - _FIRST_OPERAND_ALLOCATION, ())
-            first = source_address % ALLOCATION_ADDRESS_STRIDE * _WORDS_PER_HBM_ADDRESS
+            first = source_address % ALLOCATION_ADDRESS_STRIDE * self._words_per_hbm_address
             self._write_words(target_address, words[first : first + size // 4])
 
     def start_copy_between(
