@@ -25,13 +25,13 @@ def _refusal_reasons(record: Any) -> Iterable[str]:
     if group > MAX_GROUP_SIZE:
         yield f"query: got {group} query heads per KV head, the kernels take at most {MAX_GROUP_SIZE}"
         return
-    smallest = config.fit_config(record, config.SMALLEST_CONFIG)
+    smallest = config.fit_config(record, config.SMALLEST_CONFIG, "backward")
     if (needed := config.work_list_bytes(record, smallest)) > config.MAX_WORK_LIST_SMEM_BYTES:
         yield (
             f"block_indices: got {needed} bytes of SMEM for {smallest.block_q} queries' blocks, the kernels take "
             f"{config.MAX_WORK_LIST_SMEM_BYTES}"
         )
-    if (needed := config.vmem_bytes(record, smallest)) > config.MAX_VMEM_BYTES:
+    if (needed := config.vmem_bytes(record, smallest, "backward")) > config.MAX_VMEM_BYTES:
         yield (
             f"query: got {needed} bytes of VMEM for {smallest.block_q} queries and {smallest.block_kv} keys, the "
             f"kernels take {config.MAX_VMEM_BYTES}"

@@ -60,7 +60,7 @@ def _selected_branch_gradients(
     config: TpuSelected,
 ) -> Gradients:
     """Returns the requested gradients of query, key and value in the selected branch."""
-    spec = make_spec(record, config)
+    spec = make_spec(record, config, "backward")
     delta = jnp.sum(cotangent.astype(jnp.float32) * branch.output.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     lse = jnp.where(branch.lse == -jnp.inf, 0.0, branch.lse * LOG2E)
     rows = {

@@ -15,6 +15,10 @@ MAX_BLOCK_Q = 2**10
 """The largest number of queries of a tile, which an entry of the work list has bits for."""
 MAX_KEYS_PER_PRODUCT = 128
 """The largest number of keys of a product; longer blocks are split."""
+FORWARD_PRODUCT_ROWS, BACKWARD_PRODUCT_ROWS = 1024, 256
+"""Rows of a product of bfloat16. More hide how long the first result takes, but leave more of a last product empty."""
+MAX_READERS = 64
+"""The largest number of queries of a product that the heuristic chooses, whose loads are laid out one after another."""
 NUM_PIPELINE_STAGES = 3
 """The number of stages of the pipeline of products."""
 MAX_WORK_LIST_SMEM_BYTES = 400 * 2**10
@@ -55,10 +59,14 @@ SMALLEST_CONFIG = TpuSelected(block_q=1, block_kv=1, readers=1)
 def heuristic(record: SelectedAttention, device: Any, direction: Direction) -> TpuSelected:
     """Returns the configuration for a record: the largest tiles that fit."""
     rows = rows_per_token(record)
-    product_rows = 256 if record.query.dtype.itemsize == 2 else 128
+    is_forward = direction == "forward"
+    product_rows = FORWARD_PRODUCT_ROWS if is_forward else BACKWARD_PRODUCT_ROWS
+    if record.query.dtype.itemsize > 2:
+        product_rows = 128
     block_q = min(MAX_BLOCK_Q, MAX_TILE_ROWS // rows)
-    readers = max(1, product_rows // rows)
-    return fit_config(record, TpuSelected(block_q=block_q, block_kv=4096, readers=readers))
+    readers = min(MAX_READERS, max(1, product_rows // rows))
+    block_kv = 2048 if is_forward else 4096
+    return fit_config(record, TpuSelected(block_q=block_q, block_kv=block_kv, readers=readers), direction)
 
 
 def candidates(record: SelectedAttention, device: Any, direction: Direction) -> tuple[TpuSelected, ...]:
@@ -69,17 +77,20 @@ def candidates(record: SelectedAttention, device: Any, direction: Direction) -> 
         for divisor in (1, 2)
         for readers in (default.readers, max(1, default.readers // 2), 2 * default.readers)
     )
-    return tuple(dict.fromkeys((default, *(fit_config(record, one) for one in others))))
+    return tuple(dict.fromkeys((default, *(fit_config(record, one, direction) for one in others))))
 
 
-def fit_config(record: SelectedAttention, config: TpuSelected) -> TpuSelected:
+def fit_config(record: SelectedAttention, config: TpuSelected, direction: Direction) -> TpuSelected:
     """Returns a configuration with whole tiles, no larger than the call and, if possible, than memory."""
     multiple = max(8, TILE_ROWS_MULTIPLE // rows_per_token(record))
     tokens = cdiv(record.query.shape[1], multiple) * multiple
     block_q = min(tokens, MAX_BLOCK_Q, cdiv(config.block_q, multiple) * multiple)
     block_kv = min(config.block_kv, cdiv(record.key.shape[1], LANES) * LANES)
     config = dataclasses.replace(config, block_q=block_q, block_kv=block_kv)
-    while vmem_bytes(record, config) > MAX_VMEM_BYTES or work_list_bytes(record, config) > MAX_WORK_LIST_SMEM_BYTES:
+    while (
+        vmem_bytes(record, config, direction) > MAX_VMEM_BYTES
+        or work_list_bytes(record, config) > MAX_WORK_LIST_SMEM_BYTES
+    ):
         smaller = cdiv(config.block_q // 2, multiple) * multiple
         if smaller < config.block_q:
             config = dataclasses.replace(config, block_q=smaller)
@@ -96,10 +107,22 @@ def rows_per_token(record: SelectedAttention) -> int:
     return max(8, 1 << (group - 1).bit_length())
 
 
+def blocks_per_part(record: SelectedAttention) -> int:
+    """Returns how many blocks one product has: two neighbours, where they are no more keys than one may have."""
+    are_joined = record.block_starts is None and 2 * record.block_size <= MAX_KEYS_PER_PRODUCT
+    return 2 if are_joined and record.block_size % 8 == 0 else 1
+
+
 def parts_per_block_and_keys_per_part(record: SelectedAttention) -> tuple[int, int]:
     """Returns the parts that a block is split into, and the keys of a part."""
     splits = cdiv(record.block_size, MAX_KEYS_PER_PRODUCT)
-    return splits, cdiv(record.block_size, splits)
+    return splits, cdiv(record.block_size, splits) * blocks_per_part(record)
+
+
+def num_parts(record: SelectedAttention) -> int:
+    """Returns the number of parts of all blocks."""
+    splits, _ = parts_per_block_and_keys_per_part(record)
+    return cdiv(splits * num_listable_blocks(record), blocks_per_part(record))
 
 
 def pad_to_lanes(size: int) -> int:
@@ -109,8 +132,8 @@ def pad_to_lanes(size: int) -> int:
 
 def key_tile_sizes(record: SelectedAttention, config: TpuSelected) -> tuple[int, int, int]:
     """Returns the keys of a padded part of a block, the parts of a tile, and the number of tiles."""
-    splits, size = parts_per_block_and_keys_per_part(record)
-    keys, parts = cdiv(size, 16) * 16, splits * num_listable_blocks(record)
+    _, size = parts_per_block_and_keys_per_part(record)
+    keys, parts = cdiv(size, 16) * 16, num_parts(record)
     per_tile = max(1, min(parts, config.block_kv // keys))
     return keys, per_tile, cdiv(parts, per_tile)
 
@@ -123,7 +146,7 @@ def max_items_per_query_tile(record: SelectedAttention, config: TpuSelected) -> 
     # runs stages of empty ones.
     _, _, tiles = key_tile_sizes(record, config)
     empty = (NUM_PIPELINE_STAGES - 1) * (tiles + 1)
-    return min(entries, num_listable_blocks(record) * splits + entries // config.readers) + empty
+    return min(entries, num_parts(record) + entries // config.readers) + empty
 
 
 def header_words(tiles: int) -> int:
@@ -143,8 +166,8 @@ def work_list_bytes(record: SelectedAttention, config: TpuSelected) -> int:
     return 4 * work_list_words(record, config)
 
 
-def vmem_bytes(record: SelectedAttention, config: TpuSelected) -> int:
-    """Returns the bytes of VMEM of blocks and scratch memory of the largest kernel."""
+def vmem_bytes(record: SelectedAttention, config: TpuSelected, direction: Direction) -> int:
+    """Returns the bytes of VMEM of blocks and scratch memory of the largest kernel of a pass."""
     rows, itemsize = rows_per_token(record), record.query.dtype.itemsize
     row_bytes = 4 if rows < 16 else itemsize
     width, value_width = (pad_to_lanes(x) for x in (record.query.shape[3], record.value.shape[3]))
@@ -152,9 +175,8 @@ def vmem_bytes(record: SelectedAttention, config: TpuSelected) -> int:
     tile_rows = config.block_q * rows
     stages = config.readers * rows * 4 * (2 * max(keys, LANES) + LANES)
     states = stages + (tile_rows + rows) * 4 * (2 * LANES + max(width, value_width))
-    forward = row_bytes * (width + value_width)
-    # Gradients of queries are float32; a row has one lse and one delta.
-    query_gradient = row_bytes * (width + value_width) + 4 * width + 2 * 4
-    operands = 2 * tile_rows * max(forward, query_gradient)
-    tiles = 2 * per_tile * keys * (itemsize + 4) * (width + value_width)
-    return states + operands + tiles
+    # A row has one lse, and one delta. Gradients are float32.
+    operand_bytes, key_bytes = row_bytes * (width + value_width) + 4, itemsize
+    if direction != "forward":
+        operand_bytes, key_bytes = operand_bytes + 4 * width + 4, itemsize + 4
+    return states + 2 * tile_rows * operand_bytes + 2 * per_tile * keys * key_bytes * (width + value_width)

@@ -49,7 +49,7 @@ def _select_blocks(record: SelectedAttention, compressed: BranchResiduals | None
 
 def _selected_branch(record: SelectedAttention, config: TpuSelected) -> BranchResiduals:
     """Returns the selected branch of a record."""
-    spec = make_spec(record, config)
+    spec = make_spec(record, config, "forward")
     batch, kv_heads = record.query.shape[0], record.key.shape[2]
     tokens, rows = spec.num_query_tiles * spec.block_q, spec.rows_per_token
     lse = jax.ShapeDtypeStruct((batch, kv_heads, tokens * rows // LANES, LANES), jnp.float32)
@@ -68,6 +68,8 @@ def _selected_branch(record: SelectedAttention, config: TpuSelected) -> BranchRe
             "scores": item_scratch(spec, jnp.float32),
             "weights": item_scratch(spec, spec.operand_dtype),
             "alpha": pltpu.VMEM((spec.readers_per_product * rows, LANES), jnp.float32),
+            "outside": pltpu.VMEM((LANES, LANES), jnp.float32),
+            "must_repeat": pltpu.SMEM((1,), jnp.int32),
         },
     )
     output = plan.restore_query_rows(results["output"], spec, record.value.shape[3]).astype(record.query.dtype)
@@ -104,7 +106,7 @@ def key_tile_operand(spec: SelectedSpec, x: Any, accumulates_for_keys: bool = Fa
         if accumulates_for_keys:
             return b, h, i, 0, 0
         last = table[(b * x.shape[1] + h) * spec.num_query_tiles + i]
-        return b, h, jnp.minimum(j, last), 0, 0
+        return b, h, jnp.minimum(j % spec.num_key_tiles, last), 0, 0
 
     return Operand(x, (None, None, spec.parts_per_tile, *x.shape[3:]), index)
 
@@ -137,7 +139,7 @@ def run_kernel(
     query = plan.arrange_query_rows(record.query, spec, spec.key_width)
     key = plan.split_keys_into_parts(record.key, record, spec, spec.key_width)
     value = plan.split_keys_into_parts(record.value, record, spec, spec.value_width)
-    tiles = (spec.num_query_tiles, spec.num_key_tiles)
+    tiles = (spec.num_query_tiles, spec.num_key_tiles * spec.num_rounds)
     work_block = (None, None, None, 1, spec.words_per_work_list)
     return launch(
         KernelCall(

@@ -1,6 +1,7 @@
 """Computes the work lists of the selected branch, and arranges its arrays for the kernels.
 
-Blocks of more than 128 keys are split, and every part is read by the queries that list its block. The lists of blocks
+Blocks of more than 128 keys are split, and every part is read by the queries that list its block. Two neighbours that
+have no more together are one part, which a query that lists both reads once. The lists of blocks
 are inverted for each tile of queries:
 
     block_indices [T, N]  ── sort by (part, limit, query) ──►  | readers of part 0 ..... | of part 1 .. | ...
@@ -22,7 +23,7 @@ from jax import lax
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.selected_attention import SelectedAttention, query_positions, starts
 from ejkernel_pallas.tpu.selected_attention.config import NUM_PIPELINE_STAGES, header_words
-from ejkernel_pallas.tpu.selected_attention.spec import TOKEN_BITS, SelectedSpec
+from ejkernel_pallas.tpu.selected_attention.spec import LIMIT_BITS, TOKEN_BITS, SelectedSpec
 
 NUM_EMPTY_ITEMS = NUM_PIPELINE_STAGES - 1
 """Empty items before and after the items of each tile of keys."""
@@ -43,6 +44,9 @@ class KeyParts(NamedTuple):
 def make_key_parts(record: SelectedAttention, spec: SelectedSpec) -> KeyParts:
     """Returns the parts of a record's blocks; a block ends where the next one starts."""
     block_starts, keys = starts(record), record.key.shape[1]
+    if spec.blocks_per_part == 2:
+        first = block_starts[::2].astype(jnp.int32)
+        return KeyParts(first, jnp.minimum(first + spec.keys_per_part, keys))
     next_starts = jnp.concatenate([block_starts[1:], jnp.full(1, keys, block_starts.dtype)])
     ends = jnp.minimum(jnp.minimum(block_starts + record.block_size, next_starts), keys)
     first = block_starts[:, None] + jnp.arange(spec.parts_per_block, dtype=jnp.int32) * spec.keys_per_part
@@ -72,14 +76,19 @@ def _sorted_entries(record: SelectedAttention, spec: SelectedSpec) -> tuple[jax.
     """
     indices, parts = record.block_indices, make_key_parts(record, spec)
     assert indices is not None  # selected before
-    part = jnp.maximum(indices, 0)[..., None] * spec.parts_per_block + jnp.arange(spec.parts_per_block, dtype=jnp.int32)
+    first = jnp.maximum(indices, 0)[..., None] * spec.parts_per_block
+    part = (first + jnp.arange(spec.parts_per_block, dtype=jnp.int32)) // spec.blocks_per_part
+    is_second = first % spec.blocks_per_part
+    begin, end = (n * (spec.keys_per_part // spec.blocks_per_part) for n in (is_second, is_second + 1))
     last = jnp.minimum(query_positions(record)[:, :, None, None, None], parts.ends[part] - 1)
-    limit = jnp.minimum(last - parts.starts[part] + 1, spec.keys_per_part)
-    used = (indices >= 0)[..., None] & (limit > 0)
+    limit = jnp.minimum(last - parts.starts[part] + 1, end)
+    used = (indices >= 0)[..., None] & (limit > begin)
     if record.q_segment_ids is not None:
         used &= (record.q_segment_ids >= 0)[:, :, None, None, None]
+    if spec.blocks_per_part == 2:
+        used, limit, is_second = _join_blocks_of_part(used, part, limit, is_second)
     token = (jnp.arange(spec.num_tokens, dtype=jnp.int32) % spec.block_q)[:, None, None, None]
-    entry = jnp.where(used, token | limit << TOKEN_BITS, spec.filler_token)
+    entry = jnp.where(used, token | limit << TOKEN_BITS | is_second << TOKEN_BITS + LIMIT_BITS, spec.filler_token)
     part = jnp.where(used, part, spec.num_parts)
 
     def group_by_query_tile(x: jax.Array, fill_value: int) -> jax.Array:
@@ -92,6 +101,18 @@ def _sorted_entries(record: SelectedAttention, spec: SelectedSpec) -> tuple[jax.
         (group_by_query_tile(part, spec.num_parts), group_by_query_tile(entry, spec.filler_token)), num_keys=2
     )
     return first, second
+
+
+def _join_blocks_of_part(
+    used: jax.Array, part: jax.Array, limit: jax.Array, is_second: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Joins what a query lists of a part, in arrays [B, T, Hk, N, 1], into the first of its entries."""
+    slot = jnp.arange(used.shape[3])
+    of_part = used & used.swapaxes(3, 4) & (part == part.swapaxes(3, 4))  # [B, T, Hk, N, N]
+    is_first = ~jnp.any(of_part & (slot < slot[:, None]), axis=4, keepdims=True)
+    limit = jnp.max(jnp.where(of_part, limit.swapaxes(3, 4), 0), axis=4, keepdims=True)
+    is_second = jnp.min(jnp.where(of_part, is_second.swapaxes(3, 4), 1), axis=4, keepdims=True)
+    return used & is_first, limit, is_second
 
 
 def _items_of_query_tile(
@@ -182,7 +203,10 @@ def merge_key_parts(
 
 def _is_contiguous(record: SelectedAttention, spec: SelectedSpec) -> bool:
     """Returns whether part n has keys from `n * keys` on."""
-    return record.block_starts is None and spec.padded_keys_per_part * spec.parts_per_block == record.block_size
+    return (
+        record.block_starts is None
+        and spec.padded_keys_per_part * spec.parts_per_block == record.block_size * spec.blocks_per_part
+    )
 
 
 def _key_indices(record: SelectedAttention, spec: SelectedSpec) -> tuple[Any, Any]:

@@ -17,7 +17,10 @@ from ejkernel_pallas.tpu.mosaic.launch import Ref
 from ejkernel_pallas.tpu.mosaic.loops import fori_loop
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, row_to_column
 from ejkernel_pallas.tpu.selected_attention.config import header_words
-from ejkernel_pallas.tpu.selected_attention.spec import TOKEN_BITS, SelectedSpec
+from ejkernel_pallas.tpu.selected_attention.spec import LIMIT_BITS, TOKEN_BITS, SelectedSpec
+
+ADDED_TOKENS = 4
+"""The number of queries whose rows are loaded before any are stored, since loads do not pass stores."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,8 @@ class SelectedRefs:
         weights: Scratch [R * rows, keys], of the item between its second and its third stage.
         dscores: Scratch [R * rows, keys], the gradients of scores of the same item.
         alpha: Scratch [R * rows, 128], the factors on `acc` of the same item.
+        outside: Scratch [128, 128], 1 where sums of weights are too small or large, otherwise 0.
+        must_repeat: Scratch in SMEM, int32 [1], whether a tile of queries has such sums.
     """
 
     last_key_tile: Ref
@@ -71,6 +76,8 @@ class SelectedRefs:
     weights: Ref = None
     dscores: Ref = None
     alpha: Ref = None
+    outside: Ref = None
+    must_repeat: Ref = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,15 +87,21 @@ class ProductItem:
     Attributes:
         part: The part's index in the tile of keys.
         tokens: The queries' indices in their tile; `spec.filler_token` where there are fewer than R.
-        limits: How many keys of the part each of them attends to.
+        starts: The first key of the part that each of them attends to; None if that is 0 for all.
+        limits: The end of the keys that each of them attends to.
+
+    Starts and limits are registers, as the scalar units have more to do than the vector units.
     """
 
     part: Any
     tokens: list[Any]
+    starts: list[Any] | None
     limits: list[Any]
 
     def queries(self, spec: SelectedSpec) -> list[Any]:
         """Returns the queries' indices, with an existing query in place of the filler."""
+        if spec.block_q & (spec.block_q - 1) == 0:
+            return [token & (spec.block_q - 1) for token in self.tokens]
         return [jnp.minimum(token, spec.block_q - 1) for token in self.tokens]
 
 
@@ -123,7 +136,13 @@ def _load_item(refs: SelectedRefs, spec: SelectedSpec, key_tile: Any, n: Any) ->
     # An empty item may have a part of another tile of keys.
     part = jnp.clip(refs.work_list[0, at] - key_tile * spec.parts_per_tile, 0, spec.parts_per_tile - 1)
     tokens = [entry & ((1 << TOKEN_BITS) - 1) for entry in entries]
-    return ProductItem(part, tokens, [lax.shift_right_logical(entry, jnp.int32(TOKEN_BITS)) for entry in entries])
+    shape = (spec.rows_per_token, spec.padded_keys_per_part)
+    limits = [lax.shift_right_logical(jnp.full(shape, entry), jnp.int32(TOKEN_BITS)) for entry in entries]
+    if spec.blocks_per_part == 1:
+        return ProductItem(part, tokens, None, limits)
+    first_of_second = spec.keys_per_part // spec.blocks_per_part
+    starts = [lax.shift_right_logical(limit, jnp.int32(LIMIT_BITS)) * first_of_second for limit in limits]
+    return ProductItem(part, tokens, starts, [limit & ((1 << LIMIT_BITS) - 1) for limit in limits])
 
 
 def gather_token_rows(ref: Ref, tokens: list[Any]) -> jax.Array:
@@ -138,10 +157,22 @@ def scatter_token_rows(ref: Ref, tokens: list[Any], x: jax.Array) -> None:
         ref[token] = x[n * rows : (n + 1) * rows]
 
 
+def add_token_rows(ref: Ref, tokens: list[Any], x: jax.Array) -> None:
+    """Adds to the rows of some tokens. No query is twice among the readers of a part."""
+    rows, step = x.shape[0] // len(tokens), ADDED_TOKENS
+    for first in range(0, len(tokens), step):
+        some = tokens[first : first + step]
+        part = x[first * rows : (first + len(some)) * rows]
+        scatter_token_rows(ref, some, gather_token_rows(ref, some) + part)
+
+
 def attended_keys(item: ProductItem, spec: SelectedSpec) -> jax.Array:
     """Returns which keys the rows of an item attend to, [readers * rows, keys]."""
     key = lax.broadcasted_iota(jnp.int32, (spec.rows_per_token, spec.padded_keys_per_part), 1)
-    return jnp.concatenate([key < limit for limit in item.limits], axis=0)
+    if item.starts is None:
+        return jnp.concatenate([key < limit for limit in item.limits], axis=0)
+    ranges = zip(item.starts, item.limits, strict=True)
+    return jnp.concatenate([(key >= start) & (key < limit) for start, limit in ranges], axis=0)
 
 
 def for_each_row_group(spec: SelectedSpec, process_rows: Callable[[Any, Any], None]) -> None:
@@ -153,6 +184,15 @@ def for_each_row_group(spec: SelectedSpec, process_rows: Callable[[Any, Any], No
         return carry
 
     lax.fori_loop(jnp.int32(0), jnp.int32(spec.block_q // tokens), step, jnp.int32(0))
+
+
+def fill_token_rows(spec: SelectedSpec, ref: Ref, value: float) -> None:
+    """Sets the rows of all queries of a tile."""
+
+    def fill(_: Any, tokens: Any) -> None:
+        ref[tokens] = jnp.full((LANES // spec.rows_per_token, *ref.shape[1:]), value, ref.dtype)
+
+    for_each_row_group(spec, fill)
 
 
 def copy_statistics_to_all_lanes(refs: SelectedRefs, spec: SelectedSpec) -> None:
