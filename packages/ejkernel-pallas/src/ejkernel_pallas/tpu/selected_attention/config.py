@@ -109,8 +109,8 @@ def rows_per_token(record: SelectedAttention) -> int:
 
 def blocks_per_part(record: SelectedAttention) -> int:
     """Returns how many blocks one product has: two neighbours, where they are no more keys than one may have."""
-    are_joined = record.block_starts is None and 2 * record.block_size <= MAX_KEYS_PER_PRODUCT
-    return 2 if are_joined and record.block_size % 8 == 0 else 1
+    both_fit = record.block_starts is None and 2 * record.block_size <= MAX_KEYS_PER_PRODUCT
+    return 2 if both_fit and record.block_size % 8 == 0 else 1
 
 
 def parts_per_block_and_keys_per_part(record: SelectedAttention) -> tuple[int, int]:
