@@ -66,7 +66,11 @@ def heuristic(record: SelectedAttention, device: Any, direction: Direction) -> T
     block_q = min(MAX_BLOCK_Q, MAX_TILE_ROWS // rows)
     readers = min(MAX_READERS, max(1, product_rows // rows))
     block_kv = 2048 if is_forward else 4096
-    return fit_config(record, TpuSelected(block_q=block_q, block_kv=block_kv, readers=readers), direction)
+    config = TpuSelected(block_q=block_q, block_kv=block_kv, readers=readers)
+    # Where few queries of a tile read the same block, most places for readers would be empty.
+    while work_list_bytes(record, config) > MAX_WORK_LIST_SMEM_BYTES and config.readers * rows > BACKWARD_PRODUCT_ROWS:
+        config = dataclasses.replace(config, readers=config.readers // 2)
+    return fit_config(record, config, direction)
 
 
 def candidates(record: SelectedAttention, device: Any, direction: Direction) -> tuple[TpuSelected, ...]:
