@@ -55,13 +55,18 @@ def _means_of_pools(record: SegmentPooling) -> jax.Array:
 
 def _chunks(record: SegmentPooling) -> jax.Array:
     """Returns the values of chunks of equal size, zeros after the last of a row, [B * M, chunk_size, H * D]."""
-    values, size = record.values, record.chunk_size
-    _, tokens, heads, channels = values.shape
-    if record.lengths is not None:
-        token = jnp.arange(tokens, dtype=jnp.int32)
-        values = jnp.where((token < record.lengths[:, None])[..., None, None], values, 0)
-    values = pad_axis(values, 1, cdiv(tokens, size) * size - tokens)
+    size, (_, tokens, heads, channels) = record.chunk_size, record.values.shape
+    values = pad_axis(_values_within_lengths(record), 1, cdiv(tokens, size) * size - tokens)
     return values.reshape(-1, size, heads * channels)
+
+
+def _values_within_lengths(record: SegmentPooling) -> jax.Array:
+    """Returns the values, 0 for tokens that do not count."""
+    values = record.values
+    if record.lengths is not None:
+        token = jnp.arange(values.shape[1], dtype=jnp.int32)
+        values = jnp.where((token < record.lengths[:, None])[..., None, None], values, 0)
+    return values
 
 
 def tokens_per_pool(record: SegmentPooling) -> jax.Array:
@@ -72,10 +77,7 @@ def tokens_per_pool(record: SegmentPooling) -> jax.Array:
 
 def _chunk_sums(record: SegmentPooling) -> jax.Array:
     """Returns sums over chunks of equal size, [B, M, H, D]."""
-    values, size = record.values, record.chunk_size
-    if record.lengths is not None:
-        token = jnp.arange(values.shape[1], dtype=jnp.int32)
-        values = jnp.where((token < record.lengths[:, None])[..., None, None], values, 0)
+    values, size = _values_within_lengths(record), record.chunk_size
     rows, tokens, *channels = values.shape
     whole = tokens // size * size
     chunks = values[:, :whole].reshape(rows, whole // size, size, *channels)
