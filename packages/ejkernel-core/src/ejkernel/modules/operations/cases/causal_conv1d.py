@@ -103,7 +103,9 @@ def _slotted_states_case(record_type: type, is_packed: bool, tokens_per_state: i
         return record_type(**arrays, **bounds, state_indices=indices, **_SILU_ARGUMENTS, **_RETURN_STATE_ARGUMENTS)
 
     if tokens_per_state == 3:
-        return tagged_case("packed, slots of W - 1 tokens", make, ("sequence_state", "state_slots"), ("awkward",))
+        return tagged_case(
+            "packed, states of W - 1 tokens in slots", make, ("sequence_state", "state_slots"), ("awkward",)
+        )
     name, field = ("packed, states in slots", "sequence_state") if is_packed else ("decode in slots", "initial_state")
     return tagged_case(name, make, (field,), ())
 
