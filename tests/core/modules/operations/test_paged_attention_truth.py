@@ -102,3 +102,29 @@ def test_narrow_dtypes_accumulate_in_float32(op, dtype):
     got, want = paged_calls.output(op, paged), paged_loop.packed(paged.batch)
     assert got.dtype == dtype
     np.testing.assert_allclose(got.astype(np.float64), want, rtol=0, atol=20 * float(jnp.finfo(dtype).eps))
+
+
+def test_functions_of_pairs_read_sequences_and_positions():
+    """`unified_attention` with `score_mod` and `mask_mod` in float64, against a loop over pairs; some see no key."""
+    random = np.random.default_rng(0)
+    queries, table = random.normal(size=(8, 4, 8)), random.normal(size=(4, 9))
+    keys, values = random.normal(size=(2, 16, 4, 2, 8))
+    lengths, starts, pages = [20, 10], [0, 7, 8], [[3, 5, 0, 7, 9], [1, 2, 11, 0, 0]]
+    got = unified_attention(
+        *map(jnp.asarray, (queries, keys, values, lengths, pages, starts)),
+        score_mod=lambda s, n, h, q, k: s + jnp.asarray(table)[h, jnp.minimum(q - k, 8)] * (n + 1),
+        mask_mod=lambda n, h, q, k: k >= 12 * n + h,
+        platform="xla",
+    )
+    wanted = np.zeros(got.shape)
+    for n, h in np.ndindex(2, 4):
+        for row in range(starts[n], starts[n + 1]):
+            position = lengths[n] - starts[n + 1] + row
+            attended = [k for k in range(position + 1) if k >= 12 * n + h]
+            if not attended:
+                continue
+            k, v = (np.array([x[pages[n][i // 4], i % 4, h // 2] for i in attended]) for x in (keys, values))
+            terms = [table[h, min(position - i, 8)] * (n + 1) for i in attended]
+            weights = np.exp(k @ queries[row, h] * 8**-0.5 + terms)
+            wanted[row, h] = weights @ v / weights.sum()
+    np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=1e-12)

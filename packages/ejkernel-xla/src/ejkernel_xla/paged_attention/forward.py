@@ -27,6 +27,7 @@ from ejkernel.families.paged_attention import (
     in_same_chunk,
     qq_bias_of_pairs,
     round_to_compute_dtype,
+    sequences_and_heads_in_call,
 )
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.work import WorkList, longest_first, make_work_list, take_batch
@@ -163,7 +164,32 @@ def _scores(record: PagedAttention, at: WorkList, positions: jax.Array, query: j
         scores = scores + terms.astype(scores.dtype)[:, None, :, :, None]
     if record.logits_soft_cap is not None:
         scores = apply_soft_cap(scores, record.logits_soft_cap)
+    if record.score_mod is not None:
+        indices = _indices_of_pairs(record, at, positions, scores.shape)
+        scores = record.score_mod.of_pairs(scores, *indices).astype(scores.dtype)
     return scores
+
+
+def _indices_of_pairs(
+    record: PagedAttention, at: WorkList, positions: jax.Array, shape: tuple[int, ...]
+) -> tuple[jax.Array, ...]:
+    """Returns what functions of pairs read: sequences [n, 1, 1, 1, 1], heads [1, h, 1, 1, g], positions of queries
+    [n, 1, 1, t, 1] and of keys [n, 1, k, 1, 1].
+
+    Args:
+        record: The canonical arguments.
+        at: The tiles of the stack.
+        positions: Those of the keys, int32 [n, k].
+        shape: n, h, k, t and g.
+    """
+    sequence, head = sequences_and_heads_in_call(record, at.sequence)
+    query = at.position[:, None] + jnp.arange(shape[3], dtype=jnp.int32)
+    return (
+        sequence[:, None, None, None, None],
+        head.reshape(1, shape[1], 1, 1, shape[4]),
+        query[:, None, None, :, None],
+        positions[:, None, :, None, None],
+    )
 
 
 def _allowed_pairs(
@@ -171,6 +197,10 @@ def _allowed_pairs(
 ) -> jax.Array:
     """Returns what the masks allow, bool broadcastable to [n, h, k, t, g]."""
     allowed = present[:, None, :, None, None]
+    if record.mask_mod is not None:
+        heads = paged_cache.kv_heads(record)
+        shape = (*present.shape[:1], heads, present.shape[1], cut.queries, record.query.shape[1] // heads)
+        allowed = allowed & record.mask_mod.of_pairs(*_indices_of_pairs(record, at, positions, shape))
     if cut.queries == 1:  # the keys from `low` to `high` are then exactly the row's
         return allowed
     left, right = causal_window_bounds(record)

@@ -1,5 +1,6 @@
 """The paged softmax attention family: attention over a key-value cache that lies in pages, for inference."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from ejkernel.families.paged_attention.record import (
     qq_bias_of_pairs,
     qq_bias_starts,
     round_to_compute_dtype,
+    sequences_and_heads_in_call,
 )
 from ejkernel.families.paged_attention.reference import reference
 from ejkernel.planning.requests import PADDING, UNUSED, claim_entries
@@ -34,18 +36,23 @@ __all__ = [
     "reference",
     "requests",
     "round_to_compute_dtype",
+    "sequences_and_heads_in_call",
 ]
 
 
 def apply_shard_offsets(record: PagedAttention, offsets: Mapping[str, jax.Array]) -> PagedAttention:
-    """Returns one shard's record: heads are independent, and so are sequences; nothing in it is global.
+    """Returns one shard's record: heads are independent, and so are sequences; only functions of pairs read global
+    indices.
 
     Raises:
         ValueError: The cache has heads that only pad it, which cannot be told from the others in a part of them.
     """
     if ("g" in offsets or "h" in offsets) and record.kv_heads is not None:
         raise ValueError(f"in_specs: a cache with padded heads cannot be split by its {record.kv_heads} KV heads")
-    return record
+    if record.score_mod is None and record.mask_mod is None:
+        return record
+    origin = jnp.stack([jnp.int32(offsets.get(letter, 0)) for letter in "rh"])
+    return dataclasses.replace(record, index_origin=origin)
 
 
 def axes(record: PagedAttention) -> dict[str, Any]:
@@ -74,6 +81,9 @@ def axes(record: PagedAttention) -> dict[str, Any]:
         "softmax_aux": "h",
         "alibi_slopes": "h",
         "qq_bias": ("", "pairs", "i j", "r i j")[0 if record.qq_bias is None else record.qq_bias.ndim],
+        "score_mod": None,
+        "mask_mod": None,
+        "index_origin": "c",
         "new_keys": "t g d",
         "new_values": "t g v",
         **of_codes,

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.planning.precision import rounded
-from ejkernel.types.arguments import arguments, static
+from ejkernel.types.arguments import arguments, arrays_of_function, static
 from ejkernel.types.integers import clamp_to_int32, fits_int32
+from ejkernel.types.pair_functions import PairFunction
 
 Window = tuple[int | None, int | None]
 
@@ -36,6 +37,10 @@ class PagedAttention:
         qq_bias: Floating, for pairs of new tokens; pairs outside of a table have none. [Q, Q] is one table for all
             sequences, [N, Q, Q] one for each, and [L] has the q_n * q_n entries of each sequence's own one after the
             other, in row-major order.
+        score_mod: `(score, n, h, p, k) -> score`, applied to the soft-capped scores: n is the sequence, h the query
+            head, p and k the positions of query and key in the sequence, whatever the pages.
+        mask_mod: `(n, h, p, k) -> bool`, True attends; the same indices.
+        index_origin: [2] int32, sequence and head of a shard's first ones, which the functions count from; None is 0.
         new_keys: [T, Hk, D] tokens of the query rows, to be written first.
         new_values: [T, Hk, Dv], as above; None where the cache is latent, and `new_keys` [T, 1, D] has them.
         causal: Key position at most query position.
@@ -74,6 +79,9 @@ class PagedAttention:
     softmax_aux: jax.Array | None = None
     alibi_slopes: jax.Array | None = None
     qq_bias: jax.Array | None = None
+    score_mod: PairFunction | None = arrays_of_function(default=None)
+    mask_mod: PairFunction | None = arrays_of_function(default=None)
+    index_origin: jax.Array | None = None
     new_keys: jax.Array | None = None
     new_values: jax.Array | None = None
     causal: bool = static(default=True)
@@ -128,6 +136,17 @@ def causal_window_bounds(record: PagedAttention) -> Window:
     if record.causal:
         right = 0 if right is None else min(right, 0)
     return left, right
+
+
+def sequences_and_heads_in_call(record: PagedAttention, sequence: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the indices in the whole call of sequences of a record, in the shape of `sequence`, and of its query
+    heads, [H], which functions of pairs read.
+    """
+    head = jnp.arange(record.query.shape[1], dtype=jnp.int32)
+    if record.index_origin is None:
+        return sequence.astype(jnp.int32), head
+    origin = record.index_origin.astype(jnp.int32)
+    return sequence.astype(jnp.int32) + origin[0], head + origin[1]
 
 
 def qq_bias_of_pairs(

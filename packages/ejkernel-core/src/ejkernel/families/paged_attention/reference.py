@@ -7,7 +7,8 @@ head h and KV head `h // (H // Hk)`:
     s_ik = softmax_scale * <q_i, k_k>                                float32 accumulation
     s_ik = s_ik + alibi_slopes_h * (k - c_n) + qq_bias[i, k - c_n]   the latter for keys that are queries, k >= c_n
     s_ik = cap * tanh(s_ik / cap)                                    if logits_soft_cap; -inf stays -inf, and masks
-    s_ik = -inf                                                      unless allowed(i, k)
+    s_ik = score_mod(s_ik, n, h, p_i, k)                             positions in the sequence, not in pages
+    s_ik = -inf                                                      unless allowed(i, k) and mask_mod(n, h, p_i, k)
     p_ik = exp(s_ik) / (exp(softmax_aux_h) + sum_k exp(s_ik))        the sink joins the denominator only
     o_i  = value_scale * sum_k p_ik * v_k
 
@@ -43,6 +44,7 @@ from ejkernel.families.paged_attention.record import (
     in_same_chunk,
     qq_bias_of_pairs,
     round_to_compute_dtype,
+    sequences_and_heads_in_call,
 )
 from ejkernel.families.tiled_attention import apply_soft_cap
 
@@ -59,6 +61,8 @@ def reference(record: PagedAttention) -> tuple[tuple[jax.Array, ...], None]:
     keys, values, present = _gather_pages(record, sequence, accumulate)
     scores = _scores(record, keys, sequence, position, accumulate)
     allowed = (present & _allowed_by_causal_window(record, position))[:, None]
+    if record.mask_mod is not None:
+        allowed = allowed & record.mask_mod.of_pairs(*_indices_of_pairs(record, sequence, position))
     sink = jnp.full(record.query.shape[1], -jnp.inf) if record.softmax_aux is None else record.softmax_aux
     sink = jnp.where((sequence >= 0)[:, None], sink.astype(accumulate), -jnp.inf)[..., None]
     row_max = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True, where=allowed, initial=-jnp.inf), sink)
@@ -106,7 +110,18 @@ def _scores(record: PagedAttention, keys: jax.Array, sequence: jax.Array, positi
         scores = scores + terms[:, None].astype(dtype)
     if record.logits_soft_cap is not None:
         scores = apply_soft_cap(scores, record.logits_soft_cap)
+    if record.score_mod is not None:
+        scores = record.score_mod.of_pairs(scores, *_indices_of_pairs(record, sequence, position)).astype(dtype)
     return scores
+
+
+def _indices_of_pairs(record: PagedAttention, sequence: jax.Array, position: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns what functions of pairs read: sequences [T, 1, 1], heads [1, H, 1], positions of queries [T, 1, 1] and of
+    keys [1, 1, K].
+    """
+    row, head = sequences_and_heads_in_call(record, jnp.maximum(sequence, 0))
+    key = jnp.arange(paged_cache.max_sequence_len(record), dtype=jnp.int32)
+    return row[:, None, None], head[:, None][None], position[:, None, None], key[None, None]
 
 
 def _lengths_before_queries(record: PagedAttention) -> jax.Array:

@@ -1,5 +1,6 @@
 """Prefill and decoding mixed in one batch, over separate key and value caches that are only read."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,17 +10,19 @@ from ejkernel.families import paged_attention
 from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import UnifiedAttentionConfig
+from ejkernel.modules.operations.flash_attention import pair_functions
 from ejkernel.modules.operations.shared import conventions
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.mixed_batches import batch_conditions, batch_record, check_batch
 from ejkernel.modules.operations.shared.paged_arguments import (
     with_tuning_arguments,
 )
-from ejkernel.modules.operations.shared.paged_terms import CanonicalScoreArguments, qq_bias_axes
+from ejkernel.modules.operations.shared.paged_terms import qq_bias_axes, set_canonical_score_arguments
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import document_options, run_operation
+from ejkernel.types.pair_functions import PairFunction
 
 
 @document_options
@@ -44,6 +47,8 @@ def unified_attention(
     k_scale: float | None = None,
     v_scale: float | None = None,
     chunk_size: int | None = None,
+    score_mod: Callable[..., Array] | PairFunction | None = None,
+    mask_mod: Callable[..., Array] | PairFunction | None = None,
     return_lse: bool = False,
     platform: str | None = None,
     cfg: UnifiedAttentionConfig | None = None,
@@ -87,6 +92,10 @@ def unified_attention(
         k_scale: Factor on the scores, by which keys were divided before they were stored, in a cache of 8 bits.
         v_scale: Factor on the output, by which values were divided.
         chunk_size: Queries attend only to keys of their own run of `chunk_size` positions, counted from 0 (Llama 4).
+        score_mod: `(score, n, h, q_pos, k_pos) -> score`, a function of scalars that replaces each score after the soft
+            cap: n is the sequence, h the query head, q_pos and k_pos are positions in the sequence, not in pages.
+        mask_mod: `(n, h, q_pos, k_pos) -> bool`, True where a pair attends; applies together with everything else. Both
+            functions may close over arrays.
         return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:
@@ -110,8 +119,11 @@ def unified_attention(
     return run_operation(OP, locals())
 
 
-class UnifiedAttentionArguments(CanonicalScoreArguments, ArgumentRecord, of=unified_attention):
+class UnifiedAttentionArguments(ArgumentRecord, of=unified_attention):
     """The arguments of a call of `unified_attention`."""
+
+    def __post_init__(self) -> None:
+        set_canonical_score_arguments(self, **pair_functions(self.score_mod, self.mask_mod, self.queries))
 
 
 def finish(args: UnifiedAttentionArguments, output: tuple[jax.Array, ...]) -> Any:

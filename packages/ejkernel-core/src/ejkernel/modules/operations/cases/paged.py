@@ -17,6 +17,7 @@ from ejkernel.modules.operations.cases.paged_arguments import (
     WINDOW_AND_SOFT_CAP,
     bfloat16_sizes,
     chunk_size_and_scale_arguments,
+    functions_of_positions,
     masking_qq_bias,
     no_arguments,
     packed_tree_arguments,
@@ -131,6 +132,7 @@ def unified_cases(record_type: type) -> tuple[Case, ...]:
             both,
             (),
         ),
+        ("score and mask functions, lse", MIXED_BATCH_SIZES, functions_of_positions, ("score_mod", "mask_mod"), ()),
         ("qq_bias of -inf and soft cap, lse", MIXED_BATCH_SIZES, masking_qq_bias, both[1:], ("awkward",)),
         _SINKS_ROW,
         (

@@ -107,3 +107,13 @@ FLOAT8_SCALES = {"k_scale": 0.5, "v_scale": 3.0}
 def shared_sink_arguments(key: jax.Array) -> dict[str, Any]:
     """Returns sinks that all heads share, and a soft cap."""
     return {**normal_arrays(key, jnp.float32, softmax_aux=(3,)), "logits_soft_cap": 1.5}
+
+
+def functions_of_positions(key: jax.Array) -> dict[str, Any]:
+    """Returns functions that read arrays by sequence, head and distance; some queries attend no key."""
+    table, starts = jax.random.normal(key, (4, 9)), jax.random.randint(key, (5,), 0, 9)
+
+    def score_mod(score: Any, n: Any, h: Any, q_pos: Any, k_pos: Any) -> Any:
+        return score + table[h, jnp.minimum(q_pos - k_pos, 8)]
+
+    return {**LSE, "score_mod": score_mod, "mask_mod": lambda n, h, q_pos, k_pos: k_pos >= starts[n] + h}

@@ -14,6 +14,7 @@ the arguments that it has.
 | `sliding_window`, `chunk_size` | which keys a query attends to, by position |
 | `softmax_aux` | sink logits in the denominator |
 | `shared_prefix` | tokens that all sequences begin with |
+| `score_mod`, `mask_mod` | functions of a score, the sequence, the head and the positions of query and key |
 """
 
 import functools
@@ -184,6 +185,8 @@ def score_fields(args: Any, query: Any, size: int) -> dict[str, Any]:
         "shared_prefix": None if prefix is None else jnp.asarray(prefix, jnp.int32),
         "chunk_size": _get(args, "chunk_size"),
         "sliding_window": args.sliding_window,
+        "score_mod": _get(args, "score_mod"),
+        "mask_mod": _get(args, "mask_mod"),
         "logits_soft_cap": args.logits_soft_cap,
         "value_scale": 1.0 if value_scale is None else value_scale,
     }
