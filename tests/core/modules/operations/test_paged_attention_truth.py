@@ -11,6 +11,7 @@ import paged_loop
 import pytest
 from paged_calls import DECODING, OPS, PACKED, Paged
 
+from ejkernel.modules import unified_attention
 from ejkernel.ops.plugins import registry
 
 # Numbers of the heads are exact in float32, in which the calls are given them.
