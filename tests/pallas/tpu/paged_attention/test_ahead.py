@@ -62,7 +62,7 @@ def test_donated_codes_stay_where_they_are():
         codes = [jax.ShapeDtypeStruct((*pages, n), jnp.uint8, sharding=sharding) for n in bits.values()]
         norms = [jax.ShapeDtypeStruct(x, jnp.bfloat16, sharding=sharding) for x in ((*pages, 2), pages)]
         cache = [*codes[:2], norms[0], codes[2], norms[1]]
-        ints = [jax.ShapeDtypeStruct(x, jnp.int32, sharding=sharding) for x in ((4,), (4, 8), (5,), (3,))]
+        ints = [jax.ShapeDtypeStruct(x, jnp.int32, sharding=sharding) for x in ((4,), (4, 3), (5,), (3,))]
         tables = ((size, size), (size, size), (16,), (16,))
         tables = [jax.ShapeDtypeStruct(x, jnp.float32, sharding=sharding) for x in tables]
         step = jax.jit(

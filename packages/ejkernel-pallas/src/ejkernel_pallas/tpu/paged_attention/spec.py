@@ -333,7 +333,10 @@ def _key_block_fields(
 ) -> dict[str, int]:
     """Returns the fields of `PagedSpec` about keys per copy and per product."""
     single = _has_single_token_tiles(record, sizes)
-    block = _whole_page_block_keys(cache.slots_per_page, min(sizes.keys, paged_cache.max_sequence_len(record)))
+    # Mosaic does not load a single lane group of the norms at a traced index.
+    multiple = LANES if cache.codes is None else CODE_KEYS_PER_CHUNK
+    keys = min(sizes.keys, paged_cache.max_sequence_len(record))
+    block = _whole_page_block_keys(math.lcm(cache.slots_per_page, multiple), keys)
     chunk, per_step = _product_sizes(
         block, single, heads_per_product, 16 if has_256_wide_mxu(current_device().kind) else 8
     )
@@ -375,9 +378,9 @@ def _product_sizes(
     return chunk, math.gcd(block // chunk, max_products_per_step)
 
 
-def _whole_page_block_keys(slots_per_page: int, keys: int) -> int:
+def _whole_page_block_keys(key_multiple: int, keys: int) -> int:
     """Returns a number of keys that is whole pages and whole lanes, and at least the requested one where possible."""
-    step = math.lcm(slots_per_page, LANES)
+    step = math.lcm(key_multiple, LANES)
     return max(1, cdiv(keys, step)) * step
 
 
