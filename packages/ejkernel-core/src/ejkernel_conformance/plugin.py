@@ -100,10 +100,12 @@ def _note_subjects_asked_for_both(items: list[pytest.Item]) -> None:
     asked = [(_transform(item), parameter) for item in items if (parameter := parameter_of(item)) is not None]
     if not asked:
         return
-    from ejkernel_conformance.running import asked_for_both
+    from ejkernel_conformance.running import asked_for_both, requests_asked_for_both
 
     outputs = {id(subject) for transform, subject in asked if transform in OF_OUTPUTS}
     asked_for_both.update(s for transform, s in asked if transform in OF_GRADIENTS and id(s) in outputs)
+    requests = {id(subject) for transform, subject in asked if transform == "test_requests"}
+    requests_asked_for_both.update(s for t, s in asked if t == "test_request_gradients" and id(s) in requests)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

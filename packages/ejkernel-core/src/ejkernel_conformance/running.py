@@ -76,6 +76,9 @@ def leaves_by_name(tree: Any) -> dict[str, Any]:
 asked_for_both: weakref.WeakSet[Subject] = weakref.WeakSet()
 """The subjects whose output and whose gradients a run of the suite asks for: one program computes both."""
 
+requests_asked_for_both: weakref.WeakSet[Subject] = weakref.WeakSet()
+"""The subjects whose requests and whose gradients of requests a run asks for: one program computes both."""
+
 
 @functools.lru_cache(maxsize=KEPT)
 def forward(subject: Subject) -> Callable[[Any], Any]:
@@ -111,6 +114,9 @@ def _differentiated(subject: Subject) -> Callable[[Any, Any], tuple[Any, Gradien
 @functools.lru_cache(maxsize=KEPT)
 def on_records(subject: Subject, isolates: bool = False) -> Callable[[Any], Any]:
     """Returns the compiled family call: record -> output; `isolates` makes it under `isolate_sequences`."""
+    if isolates and subject in requests_asked_for_both:
+        run, given = _together_on_records(subject), record_cotangent(subject)
+        return lambda record: run(record, given)[0]
     plan = dataclasses.replace(pinned_plan(subject.op, subject.implementation), isolates_sequences=isolates)
     return jax.jit(lambda record: differentiable_call(plan, record))
 
@@ -118,9 +124,32 @@ def on_records(subject: Subject, isolates: bool = False) -> Callable[[Any], Any]
 @functools.lru_cache(maxsize=KEPT)
 def on_records_with_gradients(subject: Subject, isolates: bool = False) -> Callable[[Any, Any], tuple[Any, Gradients]]:
     """Returns the compiled family call: (record, cotangent) -> (output, gradients)."""
+    if isolates and subject in requests_asked_for_both:
+        run = _together_on_records(subject)
+        return lambda record, cotangent: run(record, cotangent)[1]
+    return jax.jit(_differentiated_on_records(subject, isolates)[1])
+
+
+@functools.lru_cache(maxsize=KEPT)
+def _together_on_records(subject: Subject) -> Callable[[Any, Any], tuple[Any, tuple[Any, Gradients]]]:
+    """Returns a program of a family call under `isolate_sequences` that is not differentiated, and of one that is."""
+    call, differentiated = _differentiated_on_records(subject, isolates=True)
+    return jax.jit(lambda record, cotangent: (call(record), differentiated(record, cotangent)))
+
+
+def _differentiated_on_records(subject: Subject, isolates: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
     plan = dataclasses.replace(pinned_plan(subject.op, subject.implementation), isolates_sequences=isolates)
-    names = _differentiable_leaves(subject)
-    return jax.jit(with_gradients(lambda record: differentiable_call(plan, record), names))
+
+    def call(record: Any) -> Any:
+        return differentiable_call(plan, record)
+
+    return call, with_gradients(call, _differentiable_leaves(subject))
+
+
+@functools.lru_cache(maxsize=KEPT)
+def record_cotangent(subject: Subject) -> Any:
+    """Returns a normal cotangent of the output of a case's record."""
+    return normal_like(jax.eval_shape(subject.op.family.reference, subject.record)[0])
 
 
 def _differentiable_leaves(subject: Subject) -> tuple[str, ...]:
