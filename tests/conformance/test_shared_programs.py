@@ -1,10 +1,13 @@
 """A subject whose output and whose gradients are tested has one program for both."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import jax
 from jax._src import compiler
 
 from ejkernel.ops.plugins import registry
-from ejkernel_conformance import running
+from ejkernel_conformance import plugin, running
 from ejkernel_conformance.subjects import Subject
 
 
@@ -25,3 +28,25 @@ def test_output_and_gradients_are_computed_by_one_program(monkeypatch):
     assert output.tobytes() == again.tobytes()
     assert gradients.keys() == set(running.differentiable_inputs(op, subject.case))
     assert jax.tree.leaves(gradients)
+
+
+def test_tests_of_a_subject_are_next_to_each_other():
+    def item(name, **params):
+        return SimpleNamespace(name=name, path=Path("suite.py"), callspec=SimpleNamespace(params=params))
+
+    first, second = object(), object()
+    items = [
+        item("value of first", ejk_subject=first),
+        item("value of second", ejk_subject=second),
+        SimpleNamespace(name="of something else", path=Path("suite.py")),
+        item("gradients of first", ejk_differentiable=first),
+        item("gradients of second", ejk_differentiable=second),
+    ]
+    plugin._put_tests_of_a_subject_together(items)
+    assert [item.name for item in items] == [
+        "value of first",
+        "gradients of first",
+        "of something else",
+        "value of second",
+        "gradients of second",
+    ]
