@@ -94,17 +94,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
-    _put_tests_of_a_subject_together(items)
+    put_tests_of_a_subject_together(items)
     _note_subjects_asked_for_both(items)
 
 
-def _put_tests_of_a_subject_together(items: list[pytest.Item]) -> None:
+def put_tests_of_a_subject_together(items: list[Any]) -> None:
     """Puts the tests of a subject next to each other, in the order of the subjects' first tests.
 
     pytest does so for the tests of one fixture; those of outputs and of gradients are of several.
     """
     ours = [n for n, item in enumerate(items) if parameter_of(item) is not None]
-    groups: dict[tuple[Path, int], list[pytest.Item]] = {}
+    groups: dict[tuple[Path, int], list[Any]] = {}
     for n in ours:
         groups.setdefault((items[n].path, id(parameter_of(items[n]))), []).append(items[n])
     for n, item in zip(ours, itertools.chain.from_iterable(groups.values()), strict=True):
