@@ -145,9 +145,12 @@ def _rows_of(record: Any) -> list[np.ndarray]:
 
 
 def _with_sequences(family: Family, record: Any, index: np.ndarray, how: str) -> Change | None:
-    """Returns a call of some sequences; None if these have no rows, or the record has tables of pairs."""
+    """Returns a call of some sequences; None if these have no rows, or the record has tables of pairs, or functions of
+    pairs, which may read a sequence's index.
+    """
     rows = np.concatenate([_rows_of(record)[n] for n in index])
-    if not rows.size or record.qq_bias is not None or record.new_keys is not None:
+    unlike_alone = (record.qq_bias, record.score_mod, record.mask_mod, record.new_keys)
+    if not rows.size or not all(x is None for x in unlike_alone):
         return None
     changed = with_axis(family, record, "r", index, record.kv_lens.shape[0])
     if record.query_start is not None:

@@ -153,8 +153,17 @@ def test_the_older_name_of_lengths_and_a_configuration_are_taken():
 
 
 def test_kernels_without_the_format_refuse_it_by_name():
-    for verdict in ejkernel.explain(ragged_page_attention_v2_turboquant, **small_call()).forward.verdicts:
-        assert verdict.status == "chosen" or any("code_bits" in reason for reason in verdict.reasons), verdict
+    found = ejkernel.explain(ragged_page_attention_v2_turboquant, **small_call()).forward.verdicts
+    others = [verdict for verdict in found if verdict.implementation.name not in ("xla", "mosaic_tpu")]
+    assert others
+    for verdict in others:
+        assert any("code_bits" in reason for reason in verdict.reasons), verdict
+
+
+def test_the_tpu_kernel_refuses_small_pages_of_codes():
+    found = ejkernel.explain(ragged_page_attention_v2_turboquant, **small_call()).forward.verdicts
+    (reasons,) = (verdict.reasons for verdict in found if verdict.implementation.name == "mosaic_tpu")
+    assert any("slots of codes; wants a multiple of 128" in reason for reason in reasons)
 
 
 def test_gradients_are_refused():

@@ -11,9 +11,9 @@ from ejkernel.families.tiled_attention import DROPOUT_FIELDS, FAMILY, MASK_FIELD
 from ejkernel.families.tiled_attention.block_maps import pattern_refusals
 from ejkernel.families.tiled_attention.mask_functions import mask_function_as_window
 from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel_pallas.tpu.mosaic.split_functions import split_function
 from ejkernel_pallas.tpu.requirements import make_mosaic_tpu_implementation, tpu_requires
 from ejkernel_pallas.tpu.tiled_attention import config
-from ejkernel_pallas.tpu.tiled_attention.kernels.split_functions import split_function
 
 SUPPORTED_OPTIONAL_FIELDS = (
     MASK_FIELDS

@@ -24,6 +24,7 @@ from ejkernel.families.tiled_attention.record import indices_in_call
 from ejkernel.types.pair_functions import PairFunction
 from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.mosaic.launch import Operand, launch
+from ejkernel_pallas.tpu.mosaic.split_functions import row_values
 from ejkernel_pallas.tpu.tiled_attention.config import TpuBackward, backward_blocks
 from ejkernel_pallas.tpu.tiled_attention.kernels.flash_backward_dbias import bias_gradient, sum_of_score_gradients
 from ejkernel_pallas.tpu.tiled_attention.kernels.flash_backward_dkv import key_gradients_call
@@ -35,7 +36,6 @@ from ejkernel_pallas.tpu.tiled_attention.kernels.operands import (
     rows_operand,
     undo_rows_layout,
 )
-from ejkernel_pallas.tpu.tiled_attention.kernels.split_functions import row_values
 from ejkernel_pallas.tpu.tiled_attention.plan import pair_flags, pairs_by_key, pairs_by_query
 from ejkernel_pallas.tpu.tiled_attention.spec import MASKED_SCORE, TiledSpec, TileSizes, make_spec
 

@@ -18,8 +18,8 @@ from ejkernel.ops.device import current_device
 from ejkernel.planning import dropout
 from ejkernel.planning.precision import product_precision
 from ejkernel_pallas.tpu.generations import has_256_wide_mxu
+from ejkernel_pallas.tpu.mosaic.split_functions import SplitFunction, split_function
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
-from ejkernel_pallas.tpu.tiled_attention.kernels.split_functions import SplitFunction, split_function
 
 MASKED_SCORE = -3e38
 """The smallest score as a power of two: a bias of the smallest finite float32 must stay finite when multiplied by

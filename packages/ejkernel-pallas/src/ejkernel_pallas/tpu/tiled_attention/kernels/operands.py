@@ -18,9 +18,9 @@ from ejkernel.families.tiled_attention.mask_functions import mask_function_as_wi
 from ejkernel.families.tiled_attention.record import indices_in_call
 from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments
 from ejkernel_pallas.tpu.mosaic.launch import BlockIndex, Operand
+from ejkernel_pallas.tpu.mosaic.split_functions import Row, row_values
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.tiled_attention.kernels.refs import row_name
-from ejkernel_pallas.tpu.tiled_attention.kernels.split_functions import Row, row_values
 from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec, pad_head_dim
 
 

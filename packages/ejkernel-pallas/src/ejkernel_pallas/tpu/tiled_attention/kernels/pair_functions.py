@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
-from ejkernel_pallas.tpu.tiled_attention.kernels.split_functions import UNCHANGED
+from ejkernel_pallas.tpu.mosaic.split_functions import UNCHANGED
 
 
 def evaluate_pairs(program: ClosedJaxpr, inputs: Sequence[jax.Array], shape: tuple[int, int]) -> jax.Array:
