@@ -13,11 +13,12 @@ from ejkernel.families import tiled_attention
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.modules.operations.cases import blocksparse_attention as cases
 from ejkernel.modules.operations.configuration.attention import BlockSparseAttentionConfig
-from ejkernel.modules.operations.flash_attention import FlashAttentionArguments, pair_functions
+from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
 from ejkernel.modules.operations.flash_attention import lower as lower_flash
 from ejkernel.modules.operations.flash_attention import validate as validate_flash
 from ejkernel.modules.operations.shared import conventions
 from ejkernel.modules.operations.shared.lse import WithLse, split_output_and_lse, with_lse
+from ejkernel.modules.operations.shared.pair_functions import pair_functions
 from ejkernel.modules.operations.shared.shapes import (
     as_chunk_size,
     as_flag,

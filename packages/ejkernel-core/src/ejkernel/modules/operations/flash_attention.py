@@ -15,6 +15,7 @@ from ejkernel.modules.operations.paged_keys import page_conditions, paged_call
 from ejkernel.modules.operations.shared import conventions, dense_arguments
 from ejkernel.modules.operations.shared.conditions import cumulative_length_conditions, have_ranks
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
+from ejkernel.modules.operations.shared.pair_functions import pair_functions
 from ejkernel.modules.operations.shared.recurrences import rank
 from ejkernel.modules.operations.shared.shapes import (
     as_dropout_seed,
@@ -38,7 +39,7 @@ from ejkernel.ops.values import Condition
 from ejkernel.planning import packing
 from ejkernel.types import MaskInfo
 from ejkernel.types.integers import clamp_positions, exact_segment_ids
-from ejkernel.types.pair_functions import PairFunction, mask_function, score_function
+from ejkernel.types.pair_functions import PairFunction
 
 
 @document_options
@@ -173,19 +174,6 @@ class FlashAttentionArguments(ArgumentRecord, of=flash_attention):
             lengths = getattr(self, name)
             if lengths is not None and getattr(side, "ndim", 0) == 4 and self.block_tables is None:
                 check_cumulative_lengths(name, lengths, *side.shape[:2])
-
-
-def pair_functions(score_mod: Any, mask_mod: Any, query: Any) -> dict[str, PairFunction | None]:
-    """Returns the caller's functions of pairs, with the arrays that they close over as arguments of the call.
-
-    Raises:
-        ValueError: A function does not have the documented parameters or result.
-    """
-    scores = jnp.float64 if getattr(query, "dtype", None) == jnp.float64 else jnp.float32
-    return {
-        "score_mod": score_function("score_mod", score_mod, scores),
-        "mask_mod": mask_function("mask_mod", mask_mod),
-    }
 
 
 def flash_call(**fields: Any) -> FlashAttentionArguments:

@@ -15,10 +15,11 @@ from ejkernel.families.ring_attention import RingAttention as Record
 from ejkernel.families.ring_attention import axis_size
 from ejkernel.modules.operations.cases import ring_attention as cases
 from ejkernel.modules.operations.configs import RingAttentionConfig
-from ejkernel.modules.operations.flash_attention import FlashAttentionArguments, pair_functions
+from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
 from ejkernel.modules.operations.flash_attention import lower as lower_flash
 from ejkernel.modules.operations.flash_attention import validate as validate_flash
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
+from ejkernel.modules.operations.shared.pair_functions import pair_functions
 from ejkernel.modules.operations.shared.ring_placement import mesh_and_specs
 from ejkernel.modules.operations.shared.shapes import (
     as_chunk_size,

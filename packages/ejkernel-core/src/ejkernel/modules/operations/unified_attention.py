@@ -10,7 +10,6 @@ from ejkernel.families import paged_attention
 from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import UnifiedAttentionConfig
-from ejkernel.modules.operations.flash_attention import pair_functions
 from ejkernel.modules.operations.shared import conventions
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.mixed_batches import batch_conditions, batch_record, check_batch
@@ -18,6 +17,7 @@ from ejkernel.modules.operations.shared.paged_arguments import (
     with_tuning_arguments,
 )
 from ejkernel.modules.operations.shared.paged_terms import qq_bias_axes, set_canonical_score_arguments
+from ejkernel.modules.operations.shared.pair_functions import pair_functions
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
