@@ -33,3 +33,17 @@ def write_slots(slots: jax.Array, indices: jax.Array, starts: jax.Array, states:
         _has_slot_and_tokens(slots, indices, starts), indices, slots.shape[0]
     )  # after the last slot: dropped
     return slots.at[index].set(states.astype(slots.dtype), mode="drop")
+
+
+def gradients_of_write(
+    slots: jax.Array, indices: jax.Array, starts: jax.Array, states: jax.Array, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the gradients of the slots and of the states that `write_slots` got, whose values do not matter."""
+    _, pull = jax.vjp(lambda slots, states: write_slots(slots, indices, starts, states), slots, states)
+    return pull(cotangent)
+
+
+def gradient_of_read(slots: jax.Array, indices: jax.Array, starts: jax.Array, cotangent: jax.Array) -> jax.Array:
+    """Returns the gradient of the slots that `read_slots` got, whose values do not matter."""
+    _, pull = jax.vjp(lambda slots: read_slots(slots, indices, starts), slots)
+    return pull(cotangent.astype(jnp.promote_types(slots.dtype, jnp.float32)))[0]

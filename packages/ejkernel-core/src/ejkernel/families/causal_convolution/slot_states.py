@@ -60,14 +60,11 @@ def backward_with_slot_states(backward: BackwardFunction) -> BackwardFunction:
             return backward(pullback, config)
         outputs, cotangent = pullback.cotangent
         final = jnp.zeros((starts.shape[0] - 1, *held.shape[1:]), record.x.dtype)
-        # Linear: the values that it is differentiated at do not matter, and XLA drops them.
-        _, pull_stored = jax.vjp(lambda held, final: slots.write_slots(held, indices, starts, final), held, final)
-        kept, final = pull_stored(cotangent)
+        kept, final = slots.gradients_of_write(held, indices, starts, final, cotangent)
         inner = dataclasses.replace(pullback, record=with_plain_states(record), output=None, cotangent=(outputs, final))
         gradients = backward(inner, config)
         if "sequence_state" in gradients:
-            _, pull_read = jax.vjp(lambda held: slots.read_slots(held, indices, starts), held)
-            (read,) = pull_read(gradients["sequence_state"].astype(jnp.promote_types(held.dtype, jnp.float32)))
+            read = slots.gradient_of_read(held, indices, starts, gradients["sequence_state"])
             gradients["sequence_state"] = read + kept
         return gradients
 

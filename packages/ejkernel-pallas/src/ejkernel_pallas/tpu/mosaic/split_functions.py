@@ -113,10 +113,10 @@ def _with_derivatives(
         return _without_dead_steps(jax.make_jaxpr(of)(*shapes))
 
     pairs = _without_dead_steps(jax.make_jaxpr(value)(*shapes))
-    wanted = {None: 0} | {n: 1 + n for n, row in enumerate(rows) if row.has_gradient}
-    derivatives = {key: derivative(n) for key, n in wanted.items()} if scores else {}
-    made = [pairs, *derivatives.values()]
-    refusals = dict.fromkeys(sentence for x in made for sentence in _refusals(x.jaxpr.eqns, [], ()))
+    inputs_by_key = {None: 0} | {n: 1 + n for n, row in enumerate(rows) if row.has_gradient}
+    derivatives = {key: derivative(n) for key, n in inputs_by_key.items()} if scores else {}
+    programs = [pairs, *derivatives.values()]
+    refusals = dict.fromkeys(sentence for x in programs for sentence in _refusals(x.jaxpr.eqns, [], ()))
     return SplitFunction(rows, pairs, derivatives, tuple(refusals))
 
 
@@ -164,9 +164,9 @@ def _dependences(flat: Jaxpr, captured: int, arrays: Sequence[Any]) -> tuple[dic
     return reads, reached
 
 
-def _live(jaxpr: Jaxpr, wanted: Sequence[Any], is_given: Callable[[Any], bool]) -> tuple[list[Any], list[Any]]:
+def _live(jaxpr: Jaxpr, outputs: Sequence[Any], is_given: Callable[[Any], bool]) -> tuple[list[Any], list[Any]]:
     """Returns the operations that some variables depend on, and the given variables that these read."""
-    needed = dict.fromkeys(x for x in wanted if not isinstance(x, Literal))
+    needed = dict.fromkeys(x for x in outputs if not isinstance(x, Literal))
     steps: list[Any] = []
     for eqn in reversed(jaxpr.eqns):
         if any(x in needed and not is_given(x) for x in eqn.outvars):
@@ -190,10 +190,10 @@ def _row_program(flat: Jaxpr, captured: int, variable: Any) -> PairProgram:
         _run(_live(flat, [variable], lambda _: False)[0], known)
         return known[variable]
 
-    made = jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in needed)).jaxpr  # type: ignore[attr-defined]
+    row = jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in needed)).jaxpr  # type: ignore[attr-defined]
     debug_info = jax.make_jaxpr(lambda *_: 0)(*(jax.ShapeDtypeStruct((), jnp.int32) for _ in INDEX_NAMES)).jaxpr
     return PairProgram(
-        made.replace(constvars=made.invars[:captured], invars=made.invars[captured:], debug_info=debug_info.debug_info)
+        row.replace(constvars=row.invars[:captured], invars=row.invars[captured:], debug_info=debug_info.debug_info)
     )
 
 
@@ -238,11 +238,11 @@ def row_values(function: PairFunction, rows: Sequence[Row], indices: Sequence[ja
         rows: Its rows.
         indices: int32 [B, 1, 1, 1], [1, H, 1, 1], [1, 1, T, 1] and [1, 1, 1, S].
     """
-    made = []
+    values = []
     for row in rows:
         read = [
             x if name in row.reads else x.reshape(-1)[:1].reshape(1, 1, 1, 1)
             for name, x in zip(INDEX_NAMES, indices, strict=True)
         ]
-        made.append(PairFunction(captured=function.captured, program=row.program).of_pairs(*read))
-    return made
+        values.append(PairFunction(captured=function.captured, program=row.program).of_pairs(*read))
+    return values
