@@ -25,6 +25,7 @@ from ejkernel.modules import gated_linear_attention, rwkv4, rwkv6, rwkv7_mul
 from ejkernel.ops.plugins import registry
 
 sys.path.append(str(Path(__file__).parents[1]))
+import shared.gpu_peers
 import shared.report
 import shared.turns
 
@@ -90,6 +91,7 @@ def graded(operation: Callable[..., Any], *arrays: jax.Array) -> Any:
 
 def fla_sides(arrays: dict[str, jax.Array]) -> dict[str, shared.turns.TimedCall]:
     """Returns both passes of flash-linear-attention's `chunk_rwkv7`, with its default and with bounded gates."""
+    shared.gpu_peers.keep_triton_cache()
     import torch
     from fla.ops.rwkv7 import chunk_rwkv7
 
