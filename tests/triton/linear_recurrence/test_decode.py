@@ -39,6 +39,7 @@ def record_of(*fields, tokens=8, size=128, packed=False, state=jnp.float32, slot
         "dt": {"dt": array(rows, length, heads), "skip": array(1, 1, heads)},
         "segments": {"segment_ids": array(rows, length, of=jnp.int32)},
         "trees": {"parents": array(rows, length, of=jnp.int32)},
+        "no states of tokens": {"keeps_token_states": False},
     }
     states = None if state is None else array(slots or sequences, heads, size, size, of=state)
     made = {name: x for field in fields for name, x in given[field].items()}
@@ -73,6 +74,7 @@ ALL = ("gates", "value gates", "beta", "segments")
         ("gfx942", ("gate", "dt"), {"packed": True, "slots": 100, "transposed": True}),
         ("sm_90", ("gates", "beta", "trees"), {"packed": True, "slots": 100}),
         ("gfx942", ("gate", "dt", "trees"), {"transposed": True, "tokens": 16}),
+        ("sm_90", ("gates", "beta", "trees", "no states of tokens"), {"packed": True, "slots": 100}),
     ],
 )
 def test_the_kernel_fits_the_chip_and_spills_nothing(chip, fields, options):
@@ -107,6 +109,17 @@ def test_states_of_trees_leave_the_states_in_slots_unchanged():
     (call,) = launched(record_of("gate", "trees", packed=True, slots=100), H200)
     assert not call.aliases
     assert call.outputs[0].shape == (1, 512, 16, 128, 128)
+
+
+def test_trees_whose_states_are_not_kept_have_no_memory_for_them():
+    record = record_of("gate", "trees", "no states of tokens", packed=True, slots=100)
+    (call,) = launched(record, H200)
+    assert not call.aliases
+    assert call.outputs[0].shape == (1, 1)
+    tile = decode_config.heuristic(record, H200, "forward")
+    with target_device(H200), launch.collect_launches():
+        (_, slots), _ = jax.eval_shape(lambda record: decode_forward.forward(record, tile), record)
+    assert (slots.shape, slots.dtype) == (record.sequence_state.shape, record.sequence_state.dtype)
 
 
 def reasons(record, op="gated_delta_rule"):

@@ -21,12 +21,15 @@ from jaxtyping import Array, Float, Integer
 from ejkernel.modules.operations.gated_linear_attention import gated_linear_attention
 from ejkernel.modules.operations.lightning_attention import lightning_attention
 from ejkernel.modules.operations.ragged_gated_delta_rule import ragged_gated_delta_rule
+from ejkernel.modules.operations.shared.recurrences import check_token_states_are_of_trees
 from ejkernel.modules.operations.shared.shapes import check_dtype, check_shape
 from ejkernel.modules.operations.state_space_v1 import state_space_v1
 from ejkernel.modules.operations.state_space_v2 import state_space_v2
+from ejkernel.planning.trees import paths_of_tokens
 
 __all__ = [
     "accept_states",
+    "accepted_tokens",
     "ragged_gated_linear_attention",
     "ragged_kernel_delta_attention",
     "ragged_lightning_attention",
@@ -43,8 +46,11 @@ def ragged_gated_linear_attention(
     recurrent_state: Float[Array, "slots h k v"],
     query_start_loc: Integer[Array, " n+1"],
     state_indices: Integer[Array, " n"],
+    *,
+    parents: Integer[Array, " t"] | None = None,
+    return_token_states: bool = True,
     **options: Any,
-) -> tuple[Float[Array, "t h v"], Float[Array, "slots h k v"]]:
+) -> tuple[Float[Array, "t h v"], Float[Array, "slots h k v"] | Float[Array, "t h k v"]]:
     """Computes `gated_linear_attention` (Yang et al. 2023, arXiv:2312.06635) of packed requests, each with its own
     state.
 
@@ -56,10 +62,12 @@ def ragged_gated_linear_attention(
         recurrent_state: [slots, H, K, V] floating.
         query_start_loc: [N + 1] int cumulative lengths; may be traced.
         state_indices: [N] int.
+        parents: [T] int, trees of draft tokens to verify, as in `gated_linear_attention`.
+        return_token_states: With `parents`, return the states after every token; False returns the slots as they are.
         **options: Keyword arguments of `gated_linear_attention`, such as `g_gamma`, `softmax_scale`, `platform`.
 
     Returns:
-        [T, H, V] in query's dtype, and the slots.
+        [T, H, V] in query's dtype, and the slots; with `parents` the states after every token, [T, H, K, V].
 
     Raises:
         ValueError: A shape, dtype or value is wrong; the message names the argument.
@@ -80,8 +88,7 @@ def ragged_gated_linear_attention(
 
     states = _checked_state_arguments(recurrent_state, query_start_loc, state_indices)
     tokens = {"query": query, "key": key, "value": value, "g": g}
-    result: Any = gated_linear_attention(**tokens, **states, return_state=True, **options)
-    return result
+    return _run_packed(gated_linear_attention, tokens | states, parents, return_token_states, options)
 
 
 def ragged_lightning_attention(
@@ -94,8 +101,10 @@ def ragged_lightning_attention(
     *,
     layer_idx: int,
     num_layers: int,
+    parents: Integer[Array, " t"] | None = None,
+    return_token_states: bool = True,
     **options: Any,
-) -> tuple[Float[Array, "t h v"], Float[Array, "slots h k v"]]:
+) -> tuple[Float[Array, "t h v"], Float[Array, "slots h k v"] | Float[Array, "t h k v"]]:
     """Computes `lightning_attention` (Qin et al. 2024, arXiv:2401.04658) of packed requests, each with its own state.
 
     Args:
@@ -107,19 +116,20 @@ def ragged_lightning_attention(
         state_indices: [N] int.
         layer_idx: Which layer of the model this is, from 0.
         num_layers: How many there are.
+        parents: [T] int, trees of draft tokens to verify, as in `lightning_attention`.
+        return_token_states: With `parents`, return the states after every token; False returns the slots as they are.
         **options: Keyword arguments of `lightning_attention`, such as `softmax_scale`, `platform`.
 
     Returns:
-        [T, H, V] in query's dtype, and the slots.
+        [T, H, V] in query's dtype, and the slots; with `parents` the states after every token, [T, H, K, V].
 
     Raises:
         ValueError: A shape, dtype or value is wrong; the message names the argument.
     """
 
     states = _checked_state_arguments(recurrent_state, query_start_loc, state_indices)
-    layer = {"layer_idx": layer_idx, "num_layers": num_layers}
-    result: Any = lightning_attention(query, key, value, **states, **layer, return_state=True, **options)
-    return result
+    tokens = {"query": query, "key": key, "value": value, "layer_idx": layer_idx, "num_layers": num_layers}
+    return _run_packed(lightning_attention, tokens | states, parents, return_token_states, options)
 
 
 def ragged_kernel_delta_attention(
@@ -132,7 +142,7 @@ def ragged_kernel_delta_attention(
     query_start_loc: Integer[Array, " n+1"],
     state_indices: Integer[Array, " n"],
     **options: Any,
-) -> tuple[Float[Array, "t h v"], Float[Array, "slots h k v"]]:
+) -> tuple[Float[Array, "t h v"], Float[Array, "slots h k v"] | Float[Array, "t h k v"]]:
     """Computes `kernel_delta_attention` of packed requests, which is `ragged_gated_delta_rule` with a decay per key
     channel.
 
@@ -145,10 +155,10 @@ def ragged_kernel_delta_attention(
         recurrent_state: [slots, H, K, V] floating.
         query_start_loc: [N + 1] int cumulative lengths; may be traced.
         state_indices: [N] int.
-        **options: Keyword arguments of `ragged_gated_delta_rule`, such as `use_qk_l2norm`, `platform`.
+        **options: Keyword arguments of `ragged_gated_delta_rule`, such as `use_qk_l2norm`, `parents`, `platform`.
 
     Returns:
-        [T, H, V] in query's dtype, and the slots.
+        [T, H, V] in query's dtype, and the slots; with `parents` the states after every token, [T, H, K, V].
 
     Raises:
         ValueError: A shape, dtype or value is wrong; the message names the argument.
@@ -229,10 +239,11 @@ def ragged_state_space_v2(
         state_indices: [N] int.
         gate: [T, H * P] floating, as in `state_space_v2`.
         parents: [T] int, trees of draft tokens to verify, as in `state_space_v2`.
-        **options: Keyword arguments of `state_space_v2`, such as `act_fn`, `use_gated_rmsnorm`, `platform`.
+        **options: Keyword arguments of `state_space_v2`, such as `act_fn`, `return_token_states`, `platform`.
 
     Returns:
-        [T, H * P] in x's dtype, and the slots; with `parents` the states after every token, [T, H, P, E].
+        [T, H * P] in x's dtype, and the slots; with `parents` the states after every token, [T, H, P, E], unless
+        `return_token_states` is False.
 
     Raises:
         ValueError: A shape, dtype or value is wrong; the message names the argument.
@@ -245,7 +256,7 @@ def ragged_state_space_v2(
         y, slots, _ = state_space_v2(**rows, A=A, D=D, **states, **options)
         return y[0], slots
     y, after, _ = state_space_v2(**rows, A=A, D=D, **states, parents=parents[None], **options)
-    return y[0], after[0]
+    return y[0], after[0] if options.get("return_token_states", True) else after
 
 
 def accept_states(
@@ -305,6 +316,59 @@ def accept_states(
     stored = (accepted >= 0) & (accepted < jnp.diff(starts)) & (state_indices >= 0)
     target = jnp.where(stored, state_indices, slots.shape[0])  # after the last slot: dropped
     return slots.at[target].set(states[token].astype(slots.dtype), mode="drop")
+
+
+def accepted_tokens(
+    parents: Integer[Array, " t"], accepted: Integer[Array, " n"], query_start_loc: Integer[Array, " n+1"]
+) -> tuple[Integer[Array, " t"], Integer[Array, " n+1"]]:
+    """Lists the tokens on the accepted paths of trees, packed again: those whose states a server has not kept.
+
+    A call with `parents` and `return_token_states=False` reads the states of requests and stores none. A call of the
+    same operation without `parents` on the listed tokens alone then reads each state once more and stores the one after
+    the accepted tokens, in place of a state for every draft token. Tokens of padding follow the paths.
+
+    Args:
+        parents: [T] int, the trees, as the call got them.
+        accepted: [N] int, the newest accepted token of each request, by its index among those of the request; -1
+            accepts none, and so does an index past the request's tokens.
+        query_start_loc: [N + 1] int cumulative lengths; may be traced.
+
+    Returns:
+        The accepted tokens, [T] int32: the paths one after the other, the oldest token first; then zeros. The
+        cumulative lengths of the paths, [N + 1] int32, from 0.
+
+    Raises:
+        ValueError: A shape or dtype is wrong; the message names the argument.
+
+    Example:
+        ```python
+        import jax.numpy as jnp
+        from ejkernel.modules import ragged
+
+        parents, starts = jnp.array([-1, 0, 0, 2, -1, 0, 1]), jnp.array([0, 4, 7])
+        tokens, lengths = ragged.accepted_tokens(parents, jnp.array([3, 0]), starts)
+        assert tokens[:4].tolist() == [0, 2, 3, 4] and lengths.tolist() == [0, 3, 4]
+        ```
+    """
+    check_shape("parents", parents, "T", {})
+    sizes: dict[str, int] = {}
+    check_shape("accepted", accepted, "N", sizes)
+    check_shape("query_start_loc", query_start_loc, "N+1", {"N+1": sizes["N"] + 1})
+    for name, array in (("parents", parents), ("accepted", accepted), ("query_start_loc", query_start_loc)):
+        check_dtype(name, array, jnp.integer, "an integer dtype")
+    return paths_of_tokens(*(jnp.asarray(x, jnp.int32) for x in (parents, accepted, query_start_loc)))
+
+
+def _run_packed(
+    operation: Any, fields: dict[str, Any], parents: Any, return_token_states: bool, options: dict[str, Any]
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the outputs of an operation that returns its states with `return_state`, and its slots or the states
+    after the tokens of trees.
+    """
+    check_token_states_are_of_trees(parents, return_token_states)
+    if return_token_states:
+        return operation(**fields, parents=parents, return_state=True, **options)
+    return operation(**fields, parents=parents, **options), fields["initial_state"]
 
 
 def _checked_state_arguments(slots: jax.Array, starts: jax.Array, indices: jax.Array) -> dict[str, jax.Array]:

@@ -55,6 +55,35 @@ def token_trees(parents: jax.Array, cu_seqlens: jax.Array | None = None) -> Toke
     return TokenTrees(jnp.where((local < 0) | (requests < 0), -1, start + local), requests, starts, lengths)
 
 
+def paths_of_tokens(parents: jax.Array, last: jax.Array, cu_seqlens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the tokens on the path to a token of each request, one request after the other.
+
+    Args:
+        parents: [T] int32, by index among a request's tokens.
+        last: [N] int32, the token at the path's end, by the same index; -1, or one past the request's tokens: no path.
+        cu_seqlens: [N + 1] int32.
+
+    Returns:
+        The tokens [T] int32, zeros after all paths, and the cumulative lengths of the paths [N + 1] int32.
+    """
+    trees, count = token_trees(parents[None], cu_seqlens), parents.shape[0]
+    ends = jnp.where((last >= 0) & (last < trees.lengths), trees.starts + last, -1)
+
+    def to_parent(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        token, on_path = carry
+        on_path = on_path.at[jnp.where(token < 0, count, token)].set(True, mode="drop")
+        return jnp.where(token < 0, -1, trees.parents[jnp.maximum(token, 0)]), on_path
+
+    _, on_path = lax.while_loop(lambda carry: jnp.any(carry[0] >= 0), to_parent, (ends, jnp.zeros(count, bool)))
+    # Parents come first and requests are in order, so that the tokens of all paths are in order too.
+    rank = jnp.cumsum(on_path) - 1
+    tokens = jnp.zeros(count, jnp.int32).at[jnp.where(on_path, rank, count)].set(jnp.arange(count), mode="drop")
+    lengths = (
+        jnp.zeros(last.shape[0], jnp.int32).at[jnp.where(on_path, trees.requests, last.shape[0])].add(1, mode="drop")
+    )
+    return tokens, jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths)])
+
+
 def path_windows(x: jax.Array, states: jax.Array, trees: TokenTrees) -> jax.Array:
     """Returns the tokens before each token along its path from the request's state, the oldest first: [B * T, C, S].
 

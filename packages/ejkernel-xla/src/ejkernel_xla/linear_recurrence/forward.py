@@ -54,7 +54,8 @@ def forward(record: LinearRecurrence, config: RecurrenceChunk) -> tuple[tuple[ja
         backward pass finds the states between chunks again, for its own length of chunks.
     """
     if record.parents is not None:
-        return tree_forward(record), ()
+        output, token_states = tree_forward(record)
+        return (output, token_states if record.keeps_token_states else states(record)), ()
     if not record.query.size:  # no rows
         return (_zero_outputs(record), states(record)), ()
     if config.batch_invariant:

@@ -12,11 +12,13 @@ from ejkernel.families.linear_recurrence.record import (
     accumulator,
     final_states_shape,
     has_decay_per_channel,
+    has_token_states,
     num_state_heads,
     real_and_segment_start_tokens,
     slotted_states,
     states,
     to_recorded_state_layout,
+    unchanged_states,
     with_plain_states,
 )
 from ejkernel.families.linear_recurrence.reference import reference
@@ -33,6 +35,7 @@ __all__ = [
     "axes",
     "final_states_shape",
     "has_decay_per_channel",
+    "has_token_states",
     "num_state_heads",
     "real_and_segment_start_tokens",
     "reference",
@@ -40,6 +43,7 @@ __all__ = [
     "slotted_states",
     "states",
     "to_recorded_state_layout",
+    "unchanged_states",
     "with_plain_states",
 ]
 
@@ -70,8 +74,8 @@ def axes(record: LinearRecurrence) -> dict[str, Any]:
         "state_slots": "n",
         "parents": "b t",
         # Final states of packed sequences have b = N there: a packed call has one row, which cannot be split.
-        # Trees have a state for every token.
-        "output": ("b t h v", f"b {state}" if record.parents is None else f"b t {state}"),
+        # Trees have a state for every token, if they are kept.
+        "output": ("b t h v", f"b t {state}" if has_token_states(record) else f"b {state}"),
     }
 
 

@@ -43,6 +43,8 @@ class LinearRecurrence:
         parents: [B, T] int, the token that each token continues, by its index among those of its row or sequence; -1
             continues the initial state. The final states are then those after each token, [B, T, H, K, V], zeros for
             padding tokens, and slots do not change. Not with segment_ids.
+        keeps_token_states: Whether a record with parents has those final states. Otherwise its final states are those
+            before the tokens, in slots or out of them, and no state after a token is stored.
         transposed_states: Whether states are [..., V, K], those at the end too.
         precision: Of the matrix products; None for what `ejkernel.planning.precision` says.
     """
@@ -64,6 +66,7 @@ class LinearRecurrence:
     segment_ids: jax.Array | None = None
     state_slots: jax.Array | None = None
     parents: jax.Array | None = None
+    keeps_token_states: bool = static(default=True)
     transposed_states: bool = static(default=False)
     precision: lax.Precision | None = static(default=None)
 
@@ -117,6 +120,11 @@ def num_state_heads(record: LinearRecurrence) -> int:
     return max(record.query.shape[2], record.value.shape[2])
 
 
+def has_token_states(record: LinearRecurrence) -> bool:
+    """Returns whether the final states of a record are those after every token."""
+    return record.parents is not None and record.keeps_token_states
+
+
 def with_plain_states(record: LinearRecurrence) -> LinearRecurrence:
     """Returns the record with states [B, H, K, V] or [N, H, K, V]: read out of slots, and not transposed."""
     initial_states = {"initial_state": record.initial_state, "sequence_state": record.sequence_state}
@@ -130,8 +138,17 @@ def with_plain_states(record: LinearRecurrence) -> LinearRecurrence:
 def to_recorded_state_layout(record: LinearRecurrence, final: jax.Array) -> jax.Array:
     """Returns the final states of a record, from those of the same record with plain states."""
     final = final.swapaxes(-2, -1) if record.transposed_states else final
-    held = None if record.parents is not None else slotted_states(record)
-    return final if held is None else slots.write_slots(held.slots, held.indices, held.starts, final)
+    held = slotted_states(record)
+    if held is None or has_token_states(record):
+        return final
+    if record.parents is not None:
+        return held.slots
+    return slots.write_slots(held.slots, held.indices, held.starts, final)
+
+
+def unchanged_states(record: LinearRecurrence) -> jax.Array:
+    """Returns the states before the tokens as the final states of a record whose trees keep none."""
+    return to_recorded_state_layout(record, states(with_plain_states(record)))
 
 
 def slotted_states(record: LinearRecurrence) -> SlottedStates | None:
@@ -152,8 +169,8 @@ def states(record: LinearRecurrence) -> jax.Array:
 
 def final_states_shape(record: LinearRecurrence) -> tuple[int, ...]:
     """Returns the shape of final states that are not transposed: [B, H, K, V], [N, H, K, V] or [B, T, H, K, V]."""
-    rows = record.query.shape[: 1 if record.parents is None else 2]
-    if record.cu_seqlens is not None and record.parents is None:
+    rows = record.query.shape[: 2 if has_token_states(record) else 1]
+    if record.cu_seqlens is not None and not has_token_states(record):
         rows = (record.cu_seqlens.shape[0] - 1,)
     return (*rows, num_state_heads(record), record.query.shape[3], record.value.shape[3])
 

@@ -45,7 +45,7 @@ def reference(record: LinearRecurrence) -> tuple[tuple[jax.Array, jax.Array], tu
     Returns:
         Output [B, T, H, V] in the query's dtype and final states, [B, H, K, V] or [N, H, K, V], in the accumulator's;
         those of a record with slots are its slots, those of one with transposed states are transposed, and those of
-        one with trees are the states after every token, [B, T, H, K, V]. There are no residuals.
+        one with trees are the states after every token, [B, T, H, K, V], if it keeps them. There are no residuals.
     """
     original, record = record, with_plain_states(record)
     if record.parents is not None:
@@ -65,7 +65,7 @@ def reference(record: LinearRecurrence) -> tuple[tuple[jax.Array, jax.Array], tu
 def _reference_of_trees(
     caller_record: LinearRecurrence, record: LinearRecurrence, parents: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
-    """Returns outputs and the states after all tokens of a record with trees; a step has one token of every row."""
+    """Returns outputs and final states of a record with trees; a step has one token of every row."""
     (rows, length), first = record.query.shape[:2], states(record)
     all_trees = trees.token_trees(parents, record.cu_seqlens)
     parent_tokens, owners = (x.reshape(rows, length) for x in (all_trees.parents, all_trees.requests))
@@ -82,11 +82,9 @@ def _reference_of_trees(
     tokens = {name: x for name, x in _token_inputs(record).items() if name != "row"}
     tokens |= {"parent": parent_tokens.T, "owner": owners.T, "index": index.T}
     all_states, outputs = lax.scan(step, all_states, tokens)
-    all_states = all_states.reshape(rows, length, *all_states.shape[1:])
-    return (
-        jnp.moveaxis(outputs, 0, 1).astype(record.query.dtype),
-        to_recorded_state_layout(caller_record, all_states),
-    ), ()
+    final = all_states.reshape(rows, length, *all_states.shape[1:]) if record.keeps_token_states else first
+    read = jnp.moveaxis(outputs, 0, 1).astype(record.query.dtype)
+    return (read, to_recorded_state_layout(caller_record, final)), ()
 
 
 def _token_step(state: jax.Array, token: dict[str, jax.Array], scale: float) -> tuple[jax.Array, jax.Array]:

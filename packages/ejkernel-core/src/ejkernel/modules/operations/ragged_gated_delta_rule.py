@@ -18,7 +18,9 @@ from ejkernel.modules.operations.shared.recurrences import (
     TOLERANCE,
     check_floating,
     check_parents_shape_and_dtype,
+    check_token_states_are_of_trees,
     rank,
+    tree_fields,
 )
 from ejkernel.modules.operations.shared.shapes import (
     as_count,
@@ -45,6 +47,7 @@ def ragged_gated_delta_rule(
     state_indices: Integer[Array, " n"],
     *,
     parents: Integer[Array, " t"] | None = None,
+    return_token_states: bool = True,
     chunk_size: int | None = None,
     use_qk_l2norm: bool = True,
     platform: str | None = None,
@@ -78,13 +81,16 @@ def ragged_gated_delta_rule(
             token's ancestors alone, a state is returned for each token, and the slots do not change:
             `ejkernel.modules.ragged.accept_states` stores those of the accepted tokens. May be traced; values that are
             not are checked.
+        return_token_states: With `parents`, return the states after every token. False returns the slots as they are,
+            and stores no state: `ejkernel.modules.ragged.accepted_tokens` lists the tokens to process again for the
+            states after the accepted ones.
         chunk_size: Tokens per chunk, in place of the configuration's; changes speed, not results.
         use_qk_l2norm: Divide query and key by their lengths, `x * rsqrt(sum x^2 + 1e-6)`.
 
     Returns:
         [T, H, V] in query's dtype, and the slots with the states of the requests that had tokens, in
         recurrent_state's dtype. With `parents` not the slots but the states after every token, [T, H, K, V], float32
-        (float64 for float64 inputs), zeros for tokens of no request.
+        (float64 for float64 inputs), zeros for tokens of no request; the slots again without `return_token_states`.
 
     Example:
         ```python
@@ -108,7 +114,8 @@ class RaggedGatedDeltaRuleArguments(ArgumentRecord, of=ragged_gated_delta_rule):
     def __post_init__(self) -> None:
         size = self.chunk_size
         object.__setattr__(self, "chunk_size", None if size is None else as_count("chunk_size", size, 1))
-        object.__setattr__(self, "use_qk_l2norm", as_flag("use_qk_l2norm", self.use_qk_l2norm))
+        for name in ("use_qk_l2norm", "return_token_states"):
+            object.__setattr__(self, name, as_flag(name, getattr(self, name)))
         starts: Any = self.query_start_loc
         if starts is not None and rank(self.query) == 3:
             check_cumulative_lengths("query_start_loc", starts, 1, self.query.shape[0])
@@ -124,6 +131,7 @@ def validate(args: RaggedGatedDeltaRuleArguments) -> None:
     for name in ("query_start_loc", "state_indices"):
         check_dtype(name, getattr(args, name), jnp.integer, "an integer dtype")
     check_parents_shape_and_dtype(args, sizes, "T")
+    check_token_states_are_of_trees(args.parents, args.return_token_states)
     for name in ("slots", "N"):
         if sizes[name] == 0:
             argument = "recurrent_state" if name == "slots" else "state_indices"
@@ -137,7 +145,7 @@ def lower(args: RaggedGatedDeltaRuleArguments) -> LinearRecurrence:
         cu_seqlens=args.query_start_loc,
         sequence_state=args.recurrent_state,
         state_slots=args.state_indices,
-        parents=args.parents,
+        **tree_fields(args, args.return_token_states),
     )
     tokens = {name: getattr(row, name) for name in ("query", "key", "value", "decay", "beta", "parents")}
     # The gate's channel axis is the last either way, so a row axis in front completes all of them.
@@ -149,13 +157,18 @@ def finish(args: RaggedGatedDeltaRuleArguments, output: tuple[jax.Array, jax.Arr
     the states after all tokens of trees.
     """
     read, states = output
-    return read[0], states if args.parents is None else states[0]
+    return read[0], states[0] if _has_token_states(args) else states
 
 
 def axes_of(args: RaggedGatedDeltaRuleArguments) -> dict[str, Any]:
     """Returns the axis letters of a call with shared queries, and those of its results if it has trees."""
     letters: dict[str, Any] = delta_rule.axes_of_packed_call(args)
-    return letters if args.parents is None else letters | {"output": ("t h v", "t h k v")}
+    return letters | {"output": ("t h v", "t h k v")} if _has_token_states(args) else letters
+
+
+def _has_token_states(args: RaggedGatedDeltaRuleArguments) -> bool:
+    """Returns whether a call returns the states after every token."""
+    return args.parents is not None and args.return_token_states
 
 
 def _configure(args: RaggedGatedDeltaRuleArguments, cfg: Any) -> Any:

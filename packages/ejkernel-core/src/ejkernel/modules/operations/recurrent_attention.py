@@ -29,6 +29,7 @@ def recurrent_attention(
     *,
     state_indices: Integer[Array, " n"] | None = None,
     seg_ids: Integer[Array, "b t"] | None = None,
+    parents: Integer[Array, "b t"] | None = None,
     softmax_scale: float | None = None,
     reverse: bool = False,
     return_state: bool = False,
@@ -37,7 +38,7 @@ def recurrent_attention(
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> Float[Array, "b t h v"] | tuple[Float[Array, "b t h v"], Float[Array, "n h k v"]]:
+) -> Float[Array, "b t h v"] | tuple[Float[Array, "b t h v"], Float[Array, "n h k v"] | Float[Array, "b t h k v"]]:
     """Computes linear attention with gates chunk by chunk (Katharopoulos et al. 2020; Yang et al. 2023,
     arXiv:2312.06635).
 
@@ -69,13 +70,19 @@ def recurrent_attention(
         seg_ids: [B, T] int of any dtype. A token whose id differs from that of the last real token before it starts
             from a zero state; a row's first segment continues from `initial_state`. Negative ids are padding, which
             leaves the state alone and has output 0. Not with cu_seqlens.
+        parents: [B, T] int, or [T] where the arrays have no axis B: a tree of draft tokens to verify. An entry is the
+            token that this one continues, by its index among those of its row or packed sequence, which is below its
+            own; -1 continues the initial state. An output then depends on the token's ancestors alone, slots do not
+            change, and with `return_state` a state is returned for each token:
+            `ejkernel.modules.ragged.accept_states` stores those of the accepted tokens. May be traced; values that are
+            not are checked. Not with seg_ids or reverse.
         softmax_scale: Factor on the output; None means `K ** -0.5`.
         reverse: Go from the last token of each sequence to the first.
-        return_state: Also return the states after the last token taken.
+        return_state: Also return the states after the last token taken; with `parents` those after every token.
 
     Returns:
         [B, T, H, V] in query's dtype; with `return_state` also the states, [B, H, K, V] or [N, H, K, V], float32
-        (float64 for float64 inputs). Empty sequences keep their initial state.
+        (float64 for float64 inputs), or [B, T, H, K, V] with `parents`. Empty sequences keep their initial state.
 
     Example:
         ```python

@@ -20,7 +20,9 @@ from ejkernel.modules.operations.shared.recurrences import (
     check_packing,
     check_parents_shape_and_dtype,
     check_states,
+    check_token_states_are_of_trees,
     to_float32_or_wider,
+    tree_fields,
 )
 from ejkernel.modules.operations.shared.repeated import check_config_agrees_with_call
 from ejkernel.modules.operations.shared.shapes import (
@@ -59,6 +61,7 @@ def state_space_v2(
     dt_bias: Float[Array, " h"] | None = None,
     dt_softplus: bool = False,
     parents: Integer[Array, "b t"] | None = None,
+    return_token_states: bool = True,
     dt_limit: tuple[float, float] | None = None,
     n_groups: int | None = None,
     act_fn: Callable[[jax.Array], jax.Array] | None = None,
@@ -106,6 +109,9 @@ def state_space_v2(
             depends on the token's ancestors alone, a state is returned for each token, and slots do not change:
             `ejkernel.modules.ragged.accept_states` stores those of the accepted tokens. May be traced; values that are
             not are checked.
+        return_token_states: With `parents`, return the states after every token. False returns the initial states or
+            slots as they are, and stores no state: `ejkernel.modules.ragged.accepted_tokens` lists the tokens to
+            process again for the states after the accepted ones.
         dt_limit: (lower, upper), limits of the step sizes after the softplus; the upper one may be infinite. Steps past
             a limit have no gradient.
         n_groups: G; None takes it from B.
@@ -123,7 +129,7 @@ def state_space_v2(
     Returns:
         y [B, T, H * P] in x's dtype, the state after the last token [B, H, P, E], or of every packed sequence
         [N, H, P, E], float32 (float64 for float64 inputs), and conv_state. With `parents` the states are those after
-        every token, [B, T, H, P, E].
+        every token, [B, T, H, P, E], or without `return_token_states` those before the tokens.
 
     Example:
         ```python
@@ -153,6 +159,7 @@ class StateSpaceV2Arguments(ArgumentRecord, of=state_space_v2):
             "n_groups": None if groups is None else as_count("n_groups", groups, 1),
             "dt_softplus": as_flag("dt_softplus", self.dt_softplus),
             "dt_limit": as_step_size_limits(self.dt_limit),
+            "return_token_states": as_flag("return_token_states", self.return_token_states),
             "use_gated_rmsnorm": as_flag("use_gated_rmsnorm", self.use_gated_rmsnorm),
             "rmsnorm_eps": as_number("rmsnorm_eps", self.rmsnorm_eps, greater_than=0),
             "norm_before_gate": as_flag("norm_before_gate", self.norm_before_gate),
@@ -189,6 +196,7 @@ def validate(args: StateSpaceV2Arguments) -> None:
         check_packing(args.cu_seqlens, sizes)
     check_states(args, "H P E", sizes)
     check_parents_shape_and_dtype(args, sizes)
+    check_token_states_are_of_trees(args.parents, args.return_token_states)
     if args.use_gated_rmsnorm and args.gate is None:
         raise ValueError("gate: got None with use_gated_rmsnorm=True, wants [B, T, H*P]")
     _check_norm(args, sizes["H"] * sizes["P"])
@@ -218,7 +226,7 @@ def lower(args: StateSpaceV2Arguments) -> LinearRecurrence:
         dt=dt,
         skip=None if args.D is None else to_float32_or_wider(args.D)[None, None],
         **_state_fields(args),
-        parents=args.parents,
+        **tree_fields(args, args.return_token_states),
         transposed_states=True,
         precision=args.precision,
     )
@@ -255,7 +263,8 @@ def _group_rms_normalised(y: jax.Array, args: StateSpaceV2Arguments) -> jax.Arra
 
 def axes_of(args: StateSpaceV2Arguments) -> dict[str, Any]:
     """Returns the axis letters of the results of a call with trees, which has a state for every token."""
-    return {} if args.parents is None else {"output": ("b t h", "b t h v k", "b i c")}
+    has_token_states = args.parents is not None and args.return_token_states
+    return {} if not has_token_states else {"output": ("b t h", "b t h v k", "b i c")}
 
 
 def configure(args: StateSpaceV2Arguments, cfg: StateSpaceV2Config | None) -> StateSpaceV2Config | None:

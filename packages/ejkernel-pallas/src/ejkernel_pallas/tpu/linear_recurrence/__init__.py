@@ -13,8 +13,8 @@ from ejkernel.types.arguments import optional_fields
 from ejkernel_pallas.tpu.linear_recurrence import config
 from ejkernel_pallas.tpu.requirements import make_mosaic_tpu_implementation, tpu_requires
 
-UNSUPPORTED_FIELDS = frozenset({"parents"})
-"""The field of trees of draft tokens, which the kernels do not have."""
+UNSUPPORTED_FIELDS = frozenset({"parents", "keeps_token_states"})
+"""The fields of trees of draft tokens, which the kernels do not have."""
 
 
 def _refusal_reasons(record: Any) -> Iterable[str]:

@@ -9,7 +9,13 @@ from ejkernel_triton.linear_recurrence import chunked
 from ejkernel_triton.linear_recurrence.decode import config
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 
-HANDLED_FIELDS = chunked.HANDLED_FIELDS | {"beta", "value_decay", "segment_ids", "parents"}
+HANDLED_FIELDS = chunked.HANDLED_FIELDS | {
+    "beta",
+    "value_decay",
+    "segment_ids",
+    "parents",
+    "keeps_token_states",
+}
 """Optional fields that the decode step honours: all of them."""
 
 

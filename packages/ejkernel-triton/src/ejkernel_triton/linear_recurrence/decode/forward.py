@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from ejkernel.families.linear_recurrence import LinearRecurrence, real_and_segment_start_tokens
+from ejkernel.families.linear_recurrence import LinearRecurrence, real_and_segment_start_tokens, unchanged_states
 from ejkernel.planning.trees import token_trees
 from ejkernel_triton.launch import ShapeDtype, launch
 from ejkernel_triton.linear_recurrence.decode.config import DecodeTile
@@ -22,14 +22,15 @@ def forward(record: LinearRecurrence, config: DecodeTile) -> tuple[tuple[jax.Arr
 
     Returns:
         Output [B, T, H, V] in the query's dtype and final states in float32, or the slots; no residuals. Of trees the
-        states after all tokens, in float32.
+        states after all tokens, in float32, or those before the tokens.
     """
     from ejkernel_triton.linear_recurrence.decode.kernels.fused_recurrent import fused_recurrent_kernel
 
     spec, rows = make_spec(record, config), record.query.shape[0]
     inputs, state = _kernel_inputs(record), (spec.V, spec.K) if spec.STATE_IS_TRANSPOSED else (spec.K, spec.V)
     final_shape = (rows, spec.NUM_SEQUENCES, spec.H, *state) if spec.IS_PACKED else (rows, spec.H, *state)
-    final_shape = (rows, spec.T, spec.H, *state) if spec.HAS_TREES else final_shape
+    if spec.HAS_TREES:
+        final_shape = (rows, spec.T, spec.H, *state) if spec.STORES_TOKEN_STATES else (rows, 1)
     final_states, output = launch(
         fused_recurrent_kernel,
         inputs,
@@ -44,7 +45,9 @@ def forward(record: LinearRecurrence, config: DecodeTile) -> tuple[tuple[jax.Arr
         num_stages=1,
         constants={"spec": spec},
     )
-    return (output, final_states[0] if spec.IS_PACKED and not spec.HAS_TREES else final_states), ()
+    if spec.HAS_TREES:
+        return (output, final_states if spec.STORES_TOKEN_STATES else unchanged_states(record)), ()
+    return (output, final_states[0] if spec.IS_PACKED else final_states), ()
 
 
 def _kernel_inputs(record: LinearRecurrence) -> tuple[jax.Array | None, ...]:

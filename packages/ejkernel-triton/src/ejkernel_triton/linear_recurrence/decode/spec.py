@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.linear_recurrence import LinearRecurrence, num_state_heads, slotted_states
+from ejkernel.families.linear_recurrence import LinearRecurrence, has_token_states, num_state_heads, slotted_states
 from ejkernel_triton.linear_recurrence.decode.config import DecodeTile, num_states
 
 
@@ -40,7 +40,8 @@ class DecodeSpec:
         NUM_SLOTS: Number of slots that hold the states of packed sequences; 0 without slots.
         STATE_IS_TRANSPOSED: Whether states are [V, K].
         STATES_ARE_IN_PLACE: Whether the final states alias the initial ones, and are read from there.
-        HAS_TREES: Whether tokens continue the states after their parents, all of which are stored.
+        HAS_TREES: Whether tokens continue the states after their parents.
+        STORES_TOKEN_STATES: Whether the states after all tokens of trees are stored.
     """
 
     T: int
@@ -70,6 +71,7 @@ class DecodeSpec:
     STATE_IS_TRANSPOSED: bool
     STATES_ARE_IN_PLACE: bool
     HAS_TREES: bool
+    STORES_TOKEN_STATES: bool
 
 
 def make_spec(record: LinearRecurrence, config: DecodeTile) -> DecodeSpec:
@@ -107,6 +109,7 @@ def make_spec(record: LinearRecurrence, config: DecodeTile) -> DecodeSpec:
         STATE_IS_TRANSPOSED=record.transposed_states,
         STATES_ARE_IN_PLACE=_updates_states_in_place(record),
         HAS_TREES=record.parents is not None,
+        STORES_TOKEN_STATES=has_token_states(record),
     )
 
 

@@ -85,10 +85,14 @@ def tree_backward(pullback: Pullback) -> TokenFields:
     """Returns the gradients of a record with trees and plain states, of all token fields that are asked for and of the
     initial states.
     """
-    record, (doutput, devery) = pullback.record, pullback.cotangent
+    record, (doutput, dfinal) = pullback.record, pullback.cotangent
     trees, first, tokens = _make_trees(record), states(record), record.query.shape[1]
     every = tree_forward(record)[1].reshape(-1, *first.shape[1:])
-    devery = devery.reshape(every.shape).astype(every.dtype)
+    devery, dfirst = jnp.zeros_like(every), jnp.zeros_like(first)
+    if record.keeps_token_states:
+        devery = dfinal.reshape(every.shape).astype(every.dtype)
+    else:
+        dfirst = dfinal.astype(first.dtype)
     doutput = doutput.reshape(-1, *doutput.shape[2:]).astype(every.dtype)
     names = [name for name in TOKEN_FIELDS if name in pullback.grad_fields]
     grads = {name: jnp.zeros(getattr(record, name).shape, accumulator(record)) for name in names}
@@ -106,7 +110,7 @@ def tree_backward(pullback: Pullback) -> TokenFields:
         dfirst = dfirst + _zero_unless(at.valid & at.is_root, dbefore)
         return grads, devery.at[at.parent].add(_zero_unless(at.valid & ~at.is_root, dbefore)), dfirst
 
-    grads, _, dfirst = lax.fori_loop(0, trees.steps, step, (grads, devery, jnp.zeros_like(first)))
+    grads, _, dfirst = lax.fori_loop(0, trees.steps, step, (grads, devery, dfirst))
     return {**grads, "initial_state": dfirst, "sequence_state": dfirst}
 
 

@@ -131,6 +131,15 @@ def _slotted_state_inputs(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, A
     return {**fields, "initial_state": slots, "cu_seqlens": starts, "state_indices": indices}
 
 
+def _tree_inputs(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
+    """Returns packed trees of draft tokens, whose states in slots stay as they are, in a call that returns none."""
+    fields = gate_maker("gate of channels")(key, sizes)
+    slots = states_in_slots(key, (6, *sizes.shape("initial_state")[1:]), (5, 3), sizes.dtype)
+    starts, indices = jnp.array([0, 5, 5, 8], jnp.int32), jnp.array([5, 0, 3], jnp.int32)
+    parents = jnp.array([[-1, 0, 0, 2, 1, -1, -1, 0, 0]], jnp.int32)
+    return {**fields, "initial_state": slots, "cu_seqlens": starts, "state_indices": indices, "parents": parents}
+
+
 def _segment_inputs(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
     """Returns two segments per row with padding in front and between, and a state for the first."""
     token = jnp.arange(sizes.t)
@@ -198,6 +207,13 @@ _GATED_ROWS: tuple[Row, ...] = (
         RecurrenceSizes(b=1, t=6, g=2, n=4, **_BF16_ARGUMENTS),
         _slotted_state_inputs,
         _SLOT_FIELDS,
+        (),
+    ),
+    (
+        "trees of draft tokens, no states",
+        RecurrenceSizes(b=1, t=9, g=2, n=3),
+        _tree_inputs,
+        (*_SLOT_FIELDS, "parents", "keeps_token_states"),
         (),
     ),
     _MODEL_ROW,

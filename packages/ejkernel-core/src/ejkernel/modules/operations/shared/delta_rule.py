@@ -15,6 +15,7 @@ from ejkernel.modules.operations.shared.recurrences import (
     check_tokens,
     has_shared_queries,
     l2_normalised,
+    tree_fields,
     with_channel_axis,
 )
 from ejkernel.ops.model import Op
@@ -57,7 +58,7 @@ def lower(args: Any) -> LinearRecurrence:
 
 def _segment_and_state_fields(args: Any) -> dict[str, Any]:
     """Returns the record's fields of segments and states: of rows, of segments of rows, or of packed sequences."""
-    parents = {"parents": args.parents}
+    parents = tree_fields(args, args.return_state)
     if args.cu_seqlens is not None:
         return {"cu_seqlens": args.cu_seqlens, "sequence_state": args.initial_state, **parents}
     ids = None if args.seg_ids is None else exact_ids("seg_ids", args.seg_ids)

@@ -11,18 +11,20 @@ import jax.numpy as jnp
 
 from ejkernel.families.linear_recurrence import FAMILY, LinearRecurrence
 from ejkernel.modules.operations.cases.recurrence import make_inputs
-from ejkernel.modules.operations.shared.conditions import conditions_of_states
+from ejkernel.modules.operations.shared.conditions import conditions_of_states, conditions_of_trees
 from ejkernel.modules.operations.shared.recurrences import (
     TOLERANCE,
     check_and_canonicalise_packing,
     check_floating,
     check_log_gate,
     check_packing,
+    check_parents_shape_and_dtype,
     check_segments,
     check_states,
     check_tokens,
     rank,
     to_float32_or_wider,
+    tree_fields,
 )
 from ejkernel.modules.operations.shared.shapes import as_flag, as_number
 from ejkernel.ops.model import Case, Op
@@ -61,11 +63,15 @@ def validate(args: Any) -> None:
         check_packing(args.cu_seqlens, sizes)
     check_segments(args, sizes)
     check_states(args, "H K V", sizes)
+    check_parents_shape_and_dtype(args, sizes, f"{rows}T")
+    if args.reverse and args.parents is not None:
+        raise ValueError("parents: got a value with reverse=True, wants one of the two")
 
 
 def lower(args: Any) -> LinearRecurrence:
     """Returns the family's record of a call, with gates added up and tokens in forward order."""
-    tokens: dict[str, Any] = {name: getattr(args, name) for name in ("query", "key", "value", "g", "gk", "gv")}
+    names = ("query", "key", "value", "g", "gk", "gv", "parents")
+    tokens: dict[str, Any] = {name: getattr(args, name) for name in names}
     tokens = {name: x if x is None else _with_row_axis(x, args) for name, x in tokens.items()}
     state, bounds, slots = args.initial_state, args.cu_seqlens, args.state_indices
     ids = None if args.seg_ids is None else exact_ids("seg_ids", args.seg_ids)
@@ -88,6 +94,7 @@ def lower(args: Any) -> LinearRecurrence:
         sequence_state=None if bounds is None else state,
         segment_ids=ids,
         state_slots=slots,
+        **tree_fields(args, args.return_state) | ({} if tokens["parents"] is None else {"parents": tokens["parents"]}),
     )
 
 
@@ -98,7 +105,8 @@ def finish(args: Any, output: tuple[jax.Array, jax.Array]) -> Any:
         read = jnp.flip(read, axis=1)
         by_sequence = args.cu_seqlens is not None and args.state_indices is None
         state = jnp.flip(state, axis=0) if by_sequence else state
-    read = read[0] if _has_no_row_axis(args) else read
+    if _has_no_row_axis(args):
+        read, state = read[0], state[0] if args.return_state and args.parents is not None else state
     return (read, state) if args.return_state else read
 
 
@@ -121,7 +129,8 @@ def declare_recurrence(
         finish: As `Op.finish`.
         **others: Further fields of `Op`.
     """
-    fields: dict[str, Any] = {"conditions": conditions_of_states("query", -3), "make_inputs": make_inputs, **others}
+    conditions = conditions_of_trees(conditions_of_states("query", -3))
+    fields: dict[str, Any] = {"conditions": conditions, "make_inputs": make_inputs, **others}
     return Op(
         arguments=arguments,
         family=FAMILY,

@@ -162,6 +162,23 @@ def check_parents_shape_and_dtype(args: Any, sizes: dict[str, int], axes: str = 
         raise ValueError("parents: got a value with seg_ids, wants one of the two")
 
 
+def check_token_states_are_of_trees(parents: Any, return_token_states: bool) -> None:
+    """Refuses a call without trees of draft tokens that asks for no states after tokens.
+
+    Raises:
+        ValueError: `return_token_states` is False without `parents`.
+    """
+    if parents is None and not return_token_states:
+        raise ValueError("return_token_states: got False without parents, wants parents, or True")
+
+
+def tree_fields(args: Any, keeps_token_states: bool) -> dict[str, Any]:
+    """Returns the record's fields of trees of draft tokens, whose states are kept if the caller gets them."""
+    if args.parents is None:
+        return {}
+    return {"parents": args.parents, "keeps_token_states": keeps_token_states}
+
+
 def check_states(args: Any, axes: str, sizes: dict[str, int]) -> None:
     """Checks initial_state, of rows, of packed sequences or in slots, and state_indices.
 

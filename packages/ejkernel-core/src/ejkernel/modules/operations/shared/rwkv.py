@@ -73,6 +73,7 @@ class RecurrentCall:
     gv: None = None
     g_gamma: None = None
     seg_ids: None = None
+    parents: None = None
 
 
 def as_recurrent_call(args: Any) -> RecurrentCall:

@@ -10,12 +10,15 @@ the tile is BLOCK_V contiguous elements, loaded by 16 bytes per thread; of a tra
 states are in slots, a program looks up its sequence's slot and touches no other. The next token is loaded while the
 current one is computed, so that a step waits for memory once, not once per token.
 
-With a tree of draft tokens every token continues the state after its parent, and the state after every token is stored:
+With a tree of draft tokens every token continues the state after its parent, and the state after every token is stored
+if the caller gets it:
 
     parents  -1  0  0          state -> registers -> token 0 -> token 1         (parent 0: the registers have it)
                                states[0] -> registers ------> token 2           (parent 0: loaded again)
 
 A chain so loads no state but the first. A tile is stored and loaded by the same program; a barrier is between the two.
+If states are not stored, the path to such a parent is computed again from the sequence's state, which is still in the
+L2 cache: a state takes as long to store as four tokens to compute, and the paths of draft trees are that short.
 
 Missing tokens (padding, or the one after the last) are loaded as zeros: they decay by exp(0), write nothing and read
 zero.
@@ -24,136 +27,13 @@ zero.
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import LOG2E, batch_row_address, load_state_slot, load_token_range, zero_padding_outputs
-
-
-@triton.jit
-def load_token_channels(at, token, channels, token_exists, WIDTH: tl.constexpr, STRIDE: tl.constexpr):
-    """Returns a token's channels in float32; 0 beyond WIDTH and for a missing token."""
-    mask = (channels < WIDTH) & (token_exists + 0 * channels > 0)  # the interpreter has no & of a vector and a scalar
-    return tl.load(at + token * STRIDE + channels, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def load_token_scalar(at, token, token_exists, STRIDE: tl.constexpr):
-    """Returns a token's scalar in float32."""
-    return tl.load(at + token * STRIDE, mask=token_exists > 0, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def load_token(
-    query,
-    key,
-    value,
-    decay,
-    value_decay,
-    beta,
-    dt,
-    segment_roles,
-    parents,
-    token,
-    end,
-    channels,
-    columns,
-    spec: tl.constexpr,
-):
-    """Loads a token: its row of every field, 0 for absent fields, its role in its segment and its parent in a tree."""
-    # The loop also issues the load after the last token, masked, so that it has no branch.
-    token_exists = tl.cast(token < end, tl.int32)
-    segment_role = token_exists
-    if spec.HAS_SEGMENTS:
-        segment_role = tl.load(segment_roles + token, mask=token_exists > 0, other=0)
-        token_exists = segment_role
-    q = load_token_channels(query, token, channels, token_exists, spec.K, spec.HQ * spec.K)
-    k = load_token_channels(key, token, channels, token_exists, spec.K, spec.HK * spec.K)
-    v = load_token_channels(value, token, columns, token_exists, spec.V, spec.HV * spec.V)
-    # An absent field is a scalar that nothing reads: the loop must carry the same variables in every iteration.
-    g = tl.cast(end * 0, tl.float32)
-    w = g
-    b = g
-    if spec.GATE_CHANNELS == 1:
-        g = load_token_scalar(decay, token, token_exists, spec.GATE_TOKEN_STRIDE)
-    if spec.GATE_CHANNELS > 1:
-        g = load_token_channels(decay, token, channels, token_exists, spec.K, spec.GATE_TOKEN_STRIDE)
-    if spec.HAS_VALUE_DECAY:
-        w = load_token_channels(value_decay, token, columns, token_exists, spec.V, spec.H * spec.V)
-    if spec.HAS_BETA:
-        b = load_token_scalar(beta, token, token_exists, spec.H)
-    if spec.HAS_DT:
-        b = load_token_scalar(dt, token, token_exists, spec.H)
-    parent = segment_role
-    if spec.HAS_TREES:
-        parent = tl.load(parents + token, mask=token_exists > 0, other=0)
-    return q, k, v, g, w, b, segment_role, parent
-
-
-@triton.jit
-def state_after_parent(
-    state, token, parent, first_token, initial_states, initial_state_mask, states, mask, spec: tl.constexpr
-):
-    """Returns the state [K, V] that a token of a tree continues: `state`, after the token before, or one from memory.
-
-    Args:
-        state: The state after the token before, or before the first.
-        token: The token's index in the row.
-        parent: That of its parent; -1 for the state of the sequence.
-        first_token: First token of the sequence.
-        initial_states: Addresses of the sequence's state.
-        initial_state_mask: Which of them to load.
-        states: Addresses of the tile in the state after token 0 of the row.
-        mask: Which of them to load.
-        spec: The constants.
-    """
-    if parent < 0:
-        if token > first_token:
-            if spec.HAS_INITIAL_STATE:
-                state = tl.load(initial_states, mask=initial_state_mask, other=0.0).to(tl.float32)
-            else:
-                state = tl.zeros_like(state)
-    else:
-        if parent != token - 1:
-            tl.debug_barrier()  # other threads may have stored the elements that a thread loads
-            state = tl.load(states + tl.cast(parent, tl.int64) * (spec.H * spec.K * spec.V), mask=mask, other=0.0)
-    return state
-
-
-@triton.jit
-def zero_padding_states(states, cu_seqlens, sequence, mask, spec: tl.constexpr):
-    """Writes 0 to a sequence's share of the states after padding tokens, as `zero_padding_outputs` does to outputs."""
-    zeros = tl.where(mask, 0.0, 0.0)
-    sequences_start, sequences_end = (
-        tl.load(cu_seqlens).to(tl.int64),
-        tl.load(cu_seqlens + spec.NUM_SEQUENCES).to(tl.int64),
-    )
-    for token in tl.range(tl.cast(sequence, tl.int64), sequences_start, spec.NUM_SEQUENCES):
-        tl.store(states + token * (spec.H * spec.K * spec.V), zeros, mask=mask)
-    for token in tl.range(sequences_end + sequence, sequences_end * 0 + spec.T, spec.NUM_SEQUENCES):
-        tl.store(states + token * (spec.H * spec.K * spec.V), zeros, mask=mask)
-
-
-@triton.jit
-def update_state(state, k, v, g, w, b, segment_role, spec: tl.constexpr):
-    """Returns the state [K, V] after a token: restart, decay, write."""
-    if spec.HAS_SEGMENTS:
-        # `where` instead of a product: inf or NaN of the previous segment must not reach this one.
-        state = tl.where(segment_role > 1, 0.0, state)
-    if spec.GATE_CHANNELS == 1:
-        state *= tl.exp2(g * LOG2E)
-    if spec.GATE_CHANNELS > 1:
-        state *= tl.exp2(g * LOG2E)[:, None]
-    if spec.HAS_VALUE_DECAY:
-        state *= tl.exp2(w * LOG2E)[None, :]
-    u = v
-    if spec.HAS_DT:
-        u = b * v
-    if spec.HAS_BETA:
-        # The sum crosses the program's warps through shared memory; a program of one warp needs none. For a single
-        # token the products are matrix times vector: tensor cores would not help, since they are memory-bound.
-        u = b * (v - tl.sum(state * k[:, None], axis=0))
-    if spec.HAS_SEGMENTS:
-        # Padding has k = 0, but inf of the state times 0 is NaN in the sum above: u must be 0 too.
-        u = tl.where(segment_role > 0, u, 0.0)
-    return state + k[:, None] * u[None, :]
+from ejkernel_triton.blocks import batch_row_address, load_state_slot, load_token_range, zero_padding_outputs
+from ejkernel_triton.linear_recurrence.decode.kernels.token_step import load_token, update_state
+from ejkernel_triton.linear_recurrence.decode.kernels.token_trees import (
+    replay_path,
+    state_after_parent,
+    zero_padding_states,
+)
 
 
 @triton.jit
@@ -179,7 +59,7 @@ def fused_recurrent_kernel(
     """Processes all tokens of a sequence for one tile of one head's state.
 
     In place, `final_states` has the initial states: a program reads its tile before it writes it, and no other program
-    has it. With trees `final_states` has the state after every token.
+    has it. With trees `final_states` has the state after every token, or nothing.
     """
     BLOCK_K: tl.constexpr = spec.BLOCK_K
     BLOCK_V: tl.constexpr = spec.BLOCK_V
@@ -210,7 +90,7 @@ def fused_recurrent_kernel(
         slots = batch_row_address(slots, row, per.SLOTS, spec.NUM_SEQUENCES)
         state_index, uses_slot = load_state_slot(slots, sequence, first_token, end, spec.NUM_SLOTS)
         mask = mask & (channels * 0 + uses_slot > 0)[:, None]  # the interpreter has no & of a tile and a scalar
-    if spec.HAS_TREES:
+    if spec.STORES_TOKEN_STATES:
         final_state_pointers = final_states + row * (spec.T * spec.H * spec.K * spec.V) + at
     else:
         final_state_pointers = (
@@ -288,9 +168,31 @@ def fused_recurrent_kernel(
             columns,
             spec,
         )
-        if spec.HAS_TREES:
+        if spec.STORES_TOKEN_STATES:
             state = state_after_parent(
                 state, token, parent, first_token, initial_state_pointers, mask, final_state_pointers, in_bounds, spec
+            )
+        elif spec.HAS_TREES:
+            state = replay_path(
+                state,
+                query,
+                key,
+                value,
+                decay,
+                value_decay,
+                beta,
+                dt,
+                segment_roles,
+                parents,
+                token,
+                parent,
+                first_token,
+                end,
+                channels,
+                columns,
+                initial_state_pointers,
+                mask,
+                spec,
             )
         state = update_state(state, k, v, g, w, b, segment_role, spec)
         # Read after the write: a token sees what it wrote.
@@ -301,7 +203,7 @@ def fused_recurrent_kernel(
             output_tile = tl.where(segment_role > 0, output_tile, 0.0)
         output_pointers = output + token * (spec.H * spec.V) + columns
         tl.store(output_pointers, output_tile.to(output.dtype.element_ty), mask=columns < spec.V)
-        if spec.HAS_TREES:
+        if spec.STORES_TOKEN_STATES:
             tl.store(
                 final_state_pointers + token * (spec.H * spec.K * spec.V),
                 state,
@@ -328,5 +230,5 @@ def fused_recurrent_kernel(
         )
     if spec.IS_PACKED:
         zero_padding_outputs(output, cu_seqlens, sequence, columns, spec.NUM_SEQUENCES, spec.T, spec.H * spec.V, spec.V)
-        if spec.HAS_TREES:
+        if spec.STORES_TOKEN_STATES:
             zero_padding_states(final_state_pointers, cu_seqlens, sequence, in_bounds, spec)
