@@ -83,7 +83,7 @@ def test_the_kernel_fits_the_chip_and_spills_nothing(chip, fields, options):
     if chip.startswith("sm_") and fields:
         assembly = ahead.compile_for_chip(call, chip).assembly
         assert "ld.global.v4" in assembly
-        assert "st.global.v4" in assembly
+        assert "st.global.v4" in assembly or "no states of tokens" in fields
 
 
 @pytest.mark.parametrize("packed", [False, True])
