@@ -12,7 +12,9 @@ from causal_convolution_loop import causal_conv1d as convolution_loop
 from ejkernel.modules import (
     causal_conv1d,
     gated_delta_rule,
+    gated_linear_attention,
     kernel_delta_attention,
+    lightning_attention,
     ragged,
     ragged_gated_delta_rule,
     state_space_v2,
@@ -67,6 +69,19 @@ def test_mamba_2_continues_the_parents_state():
         at = path(PARENTS[row], token)
         fields = {name: x[row : row + 1, at] for name, x in arrays.items()}
         alone, final = loops.state_space(**fields, **weights, initial_state=np.asarray(STATE[row : row + 1]))
+        np.testing.assert_allclose(output[row, token], alone[0, -1], atol=1e-5)
+        np.testing.assert_allclose(states[row, token], final[0], atol=1e-5)
+
+
+def test_gates_decay_along_the_path_of_a_token():
+    output, states = gated_linear_attention(
+        QUERY, KEY, VALUE, DECAY, initial_state=STATE, parents=PARENTS, return_state=True
+    )
+    arrays = in_float64({"query": QUERY, "key": KEY, "value": VALUE, "gk": DECAY})
+    for row, token in np.ndindex(ROWS, TOKENS):
+        at = path(PARENTS[row], token)
+        fields = {name: x[row : row + 1, at] for name, x in arrays.items()}
+        alone, final = loops.recurrent(**fields, initial_state=np.asarray(STATE[row : row + 1], np.float64))
         np.testing.assert_allclose(output[row, token], alone[0, -1], atol=1e-5)
         np.testing.assert_allclose(states[row, token], final[0], atol=1e-5)
 
@@ -154,6 +169,60 @@ def test_packed_mamba_2_has_a_state_for_every_token():
     alone, after, _ = state_space_v2(**first, **weights, initial_state=slots[2:3], parents=parents[None, :4])
     np.testing.assert_allclose(output[:4], alone[0], atol=1e-6)
     np.testing.assert_allclose(states[:4], after[0], atol=1e-6)
+
+
+def packed_operations():
+    """The operations over slots, without the arguments that have states or trees."""
+    tokens = packed_calls()[0]
+    linear = {name: tokens[name] for name in ("query", "key", "value")}
+    mamba = {"x": tokens["value"], "B": tokens["key"], "C": tokens["query"], "dt": tokens["beta"]}
+    return {
+        "gated delta": (ragged_gated_delta_rule, tokens, {}),
+        "mamba-2": (ragged.ragged_state_space_v2, mamba, {"A": -jnp.ones(HEADS), "D": jnp.ones(HEADS)}),
+        "gla": (ragged.ragged_gated_linear_attention, {**linear, "g": tokens["decay"]}, {}),
+        "lightning": (ragged.ragged_lightning_attention, linear, {"layer_idx": 1, "num_layers": 4}),
+    }
+
+
+@pytest.mark.parametrize("name", ["gated delta", "mamba-2", "gla", "lightning"])
+def test_accepted_tokens_processed_again_leave_the_accepted_states(name):
+    (operation, tokens, options), (_, slots, starts, indices, parents) = packed_operations()[name], packed_calls()
+    held_slots = held(slots, starts, indices)
+    output, states = operation(**tokens, **options, **held_slots, parents=parents)
+    alone, unchanged = operation(**tokens, **options, **held_slots, parents=parents, return_token_states=False)
+    np.testing.assert_array_equal(alone, output)
+    np.testing.assert_array_equal(unchanged, slots)
+    accepted = jnp.array([3, 0, 1])
+    listed, lengths = ragged.accepted_tokens(parents, accepted, starts)
+    again = {name: x[listed] for name, x in tokens.items()}
+    _, stored = operation(**again, **options, **held(slots, lengths, indices))
+    np.testing.assert_allclose(
+        stored, ragged.accept_states(slots, states, accepted, starts, indices), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_accepted_tokens_are_the_paths_of_random_trees():
+    lengths = RANDOM.integers(0, 6, 8)
+    starts = np.cumsum([2, *lengths])  # two padding tokens come first
+    parents = np.concatenate([[0, 0], *([RANDOM.integers(-1, t) for t in range(n)] for n in lengths), [5]])
+    accepted = np.array([RANDOM.integers(-1, n + 1) for n in lengths])
+    tokens, bounds = ragged.accepted_tokens(*(jnp.asarray(x, jnp.int32) for x in (parents, accepted, starts)))
+    for n, (first, count) in enumerate(zip(starts, lengths, strict=False)):
+        expected = path(parents[first : first + count], accepted[n]) if accepted[n] < count else []
+        np.testing.assert_array_equal(tokens[bounds[n] : bounds[n + 1]], first + np.array(expected, int))
+
+
+def test_a_call_without_trees_returns_its_states():
+    tokens, slots, starts, indices, _ = packed_calls()
+    with pytest.raises(ValueError, match="return_token_states: got False without parents"):
+        ragged_gated_delta_rule(**tokens, **held(slots, starts, indices), return_token_states=False)
+    query = tokens["query"]
+    with pytest.raises(ValueError, match="return_token_states: got False without parents"):
+        ragged.ragged_gated_linear_attention(
+            query, query, query, None, **held(slots, starts, indices), return_token_states=False
+        )
+    with pytest.raises(ValueError, match="parents: got a value with reverse=True"):
+        lightning_attention(QUERY, KEY, VALUE, slopes=jnp.ones(HEADS), parents=PARENTS, reverse=True)
 
 
 @pytest.mark.parametrize(
