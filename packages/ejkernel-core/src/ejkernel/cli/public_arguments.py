@@ -12,6 +12,7 @@ PUBLIC_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "dropout_seed": ("dropout_rng",),
     "initial_state": ("state",),
     "inputs": ("logits", "hidden"),
+    "keeps_token_states": ("return_token_states", "return_state"),
     "key": ("key_value", "w_kc", "latent_cache", "rope_cache", "k", "B"),
     "key_norms": ("key_norms_pages",),
     "key_signs": ("key_signs_pages",),
