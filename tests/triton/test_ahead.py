@@ -17,6 +17,7 @@ from ejkernel_triton import ahead, launch
 from ejkernel_triton.tiled_attention import config
 from ejkernel_triton.tiled_attention.backward import backward
 from ejkernel_triton.tiled_attention.forward import forward
+from ejkernel_triton.tiled_attention.forward_mode import forward_mode
 
 L40S = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA L40S", compute_capability=8.9)
 CHIPS = {**triton_chips.CHIPS, "sm_89": L40S}
@@ -58,6 +59,14 @@ DEMANDING = [
     ("sm_80", 128, jnp.float32, "highest"),
     ("gfx942", 128, jnp.float32, "causal"),
 ]
+TANGENT_KERNELS = [
+    (64, jnp.bfloat16, "sm_90"),
+    (128, jnp.bfloat16, "sm_90"),
+    (128, jnp.bfloat16, "sm_80"),
+    (128, jnp.bfloat16, "sm_120"),
+    (64, jnp.float32, "sm_90"),
+    (128, jnp.bfloat16, "gfx942"),
+]
 
 
 def launches(chip, head_size, features, dtype=jnp.bfloat16):
@@ -93,6 +102,16 @@ def test_every_feature_at_once_compiles_and_fits(kernel, chip):
     calls = {call.kernel.__name__: call for call in launches(chip, 64, FEATURES["everything"])}
     assert calls.keys() == set(KERNELS)
     assert_fits([calls[kernel]], chip)
+
+
+@pytest.mark.parametrize(("head_size", "dtype", "chip"), TANGENT_KERNELS)
+def test_tiles_with_tangents_fit_the_chip_and_spill_nothing(head_size, dtype, chip):
+    array = jax.ShapeDtypeStruct((BATCH, LENGTH, HEADS, head_size), dtype)
+    record = TiledAttention(query=array, key=array, value=array, softmax_scale=0.1, causal=True)
+    tangents = {"query": array, "key": array, "value": array}
+    with target_device(CHIPS[chip]), launch.collect_launches() as calls:
+        jax.eval_shape(lambda record, tangents: forward_mode(record, tangents, None), record, tangents)
+    assert_fits_and_spills_nothing(calls, chip)
 
 
 def test_hopper_kernels_use_wgmma():

@@ -28,6 +28,7 @@ ALL = " or ".join(
         "(test_shard and (everything or packed))",
         "(test_request and (packed or segments) and not bfloat16)",
         "(test_candidates and forward)",
+        "test_forward_mode",
     )
 )
 # The tests of a case are in one process, where they share its reference. Operations other than flash attention lower

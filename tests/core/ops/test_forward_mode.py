@@ -116,23 +116,27 @@ def test_memory_is_linear_in_the_length():
     assert temporary_bytes(8192) < 2.5 * temporary_bytes(4096)
 
 
-def test_a_kernel_has_the_second_derivatives_of_xla(monkeypatch):
-    """As XLA's passes would if they were a kernel's."""
+@pytest.mark.parametrize("tangents_of", ["some_kernel", "limited_kernel", "no_tangents"])
+def test_a_kernel_has_the_second_derivatives_of_xla(monkeypatch, tangents_of):
+    """As XLA's passes would if they were a kernel's, with tangents of its own, with limits, or without."""
     from ejkernel.ops.plugins import registry
 
-    def as_kernel(name):
-        xla = next(i for i in registry().implementations["flash_attention"] if i.name == "xla")
-        return dataclasses.replace(xla, name=name, platform="triton", priority=100, package="nobody", forward_mode=None)
-
     found = registry()
-    kernels = (as_kernel("some_kernel"), *found.implementations["flash_attention"])
+    xla = next(i for i in found.implementations["flash_attention"] if i.name == "xla")
+    kernel = dataclasses.replace(xla, name=tangents_of, platform="triton", priority=100, package="nobody")
+    if tangents_of == "limited_kernel":
+        kernel = dataclasses.replace(kernel, forward_mode_limits=lambda record, fields: fields & {"query"})
+    if tangents_of == "no_tangents":
+        kernel = dataclasses.replace(kernel, forward_mode=None)
+    kernels = (kernel, *found.implementations["flash_attention"])
     found = dataclasses.replace(found, implementations={**found.implementations, "flash_attention": kernels})
     monkeypatch.setattr("ejkernel.ops.dispatch.registry", lambda: found)
+    source = tangents_of if tangents_of == "some_kernel" else "xla"
     with forward_mode():
         decision = explain(flash_attention, X, X, X)
-        assert decision.forward.implementation.name == "some_kernel"
-        assert "forward mode: tangents and output by the forward_mode function of xla" in decision.forward.notes
-        for mode in ("forward over reverse", "reverse over forward"):
+        assert decision.forward.implementation.name == tangents_of
+        assert f"forward mode: tangents and output by the forward_mode function of {source}" in decision.forward.notes
+        for mode in ("jvp", "forward over reverse", "reverse over forward"):
             got = jax.tree.leaves(MODES[mode](attend))
             for a, b in zip(got, jax.tree.leaves(MODES[mode](plainly)), strict=True):
                 np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())

@@ -170,13 +170,19 @@ def _subjects(selection: Selection) -> tuple[Subject, ...]:
 
 
 def _with_forward_mode(selection: Selection) -> Iterator[Subject]:
-    """Returns, for each operation of implementations with `forward_mode`, its differentiable case with the most
+    """Returns, for each operation of implementations with `forward_mode`, the case that it serves with the most
     options.
     """
     for target in _targets(selection):
-        subjects = list(filter(_can_be_differentiated, target.subjects)) if target.implementation.forward_mode else []
+        subjects = list(filter(_has_tangents, target.subjects)) if target.implementation.forward_mode else []
         if subjects:
             yield max(subjects, key=lambda s: len(non_default_fields(abstract_record(s.op, s.case))))
+
+
+def _has_tangents(subject: Subject) -> bool:
+    record = abstract_record(subject.op, subject.case)
+    fields = differentiable_fields(subject.op.family, record)
+    return _can_be_differentiated(subject) and not any(subject.implementation.forward_mode_limits(record, fields))
 
 
 def _is_kernel_with_integers(subject: Subject) -> bool:

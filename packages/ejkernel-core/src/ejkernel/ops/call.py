@@ -151,7 +151,7 @@ def decide(op: Op, args: Any, **options: Any) -> Decision:
         nested = dict.fromkeys(nested_call_notes.get() or ())
         notes = (*forward.notes, *suspicious_argument_warnings(op, args), *policy_notes(plan, record), *nested)
         if plan.forward_mode and forward.implementation is not None:
-            notes = (*notes, forward_mode_note(plan, record))
+            notes = (*notes, forward_mode_note(plan, record, grad_fields))
         forward = dataclasses.replace(forward, notes=notes)
         first, backward = plan.choose_both_passes(record, grad_fields)
         other = first.implementation not in (None, forward.implementation)

@@ -188,6 +188,10 @@ def _no_refusal_reasons(record: Any) -> Iterable[str]:
     return ()
 
 
+def _no_limits(record: Any, fields: frozenset[str]) -> Iterable[str]:
+    return ()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Requires:
     """The requirements of an implementation. A call with anything that is not granted here is refused.
@@ -235,8 +239,10 @@ class Implementation:
         backward_requires: What the backward pass needs, where that differs.
         forward_mode: `"module:function"`, called as `(record, tangents, config_part) -> (results, their tangents)`,
             both `(output, residuals)`; `tangents` maps the name of each field that has tangents to them, in the field's
-            structure. The function must be jnp that JAX can differentiate in forward mode. If None, JAX derives
-            tangents from the forward pass of XLA.
+            structure. Of XLA, the function must be jnp that JAX can differentiate in forward mode. If None, another
+            implementation gives the tangents.
+        forward_mode_limits: `(record, names of the fields with tangents)` -> the reasons why `forward_mode` does not
+            serve them; empty if it does.
         priority: Higher is tried first; ties go by name. Where that depends on the call, a function of record, device
             and direction. XLA's is 0: a call for which it is below 0 goes to this implementation only where a caller
             asks for its platform.
@@ -268,6 +274,7 @@ class Implementation:
     gradients: frozenset[str] = frozenset()
     backward_requires: Requires | None = None
     forward_mode: str | None = None
+    forward_mode_limits: Callable[[Any, frozenset[str]], Iterable[str]] = _no_limits
     priority: int | Callable[[Any, DeviceInfo, Direction], int] = 0
     package: str | None = None
     only: frozenset[str] | None = None

@@ -2,7 +2,7 @@
 
 A call in a `forward_mode` block is a `jax.custom_jvp` whose rule is one primitive:
 
-    results_and_tangents   record, tangents -> results and their tangents     in one pass, by XLA
+    results_and_tangents   record, tangents -> results and their tangents     in one pass
 
 `jax.jvp` runs this primitive. Under `jax.linearize`, and so under `jax.grad`, the record is known and the tangents are
 not: partial evaluation then splits it into the forward pass of the chosen kernel and a second primitive:
@@ -25,8 +25,9 @@ from jax.custom_derivatives import SymbolicZero
 
 from ejkernel.errors import NoImplementationError
 from ejkernel.ops.checkpoint_names import name_results
-from ejkernel.ops.dispatch import Choice
+from ejkernel.ops.dispatch import Choice, with_first_chosen
 from ejkernel.ops.linear_maps import FirstOrder, Leaves, SecondOrder, is_floating, replaced
+from ejkernel.ops.model import Implementation
 from ejkernel.ops.second import run_refusing_derivatives
 from ejkernel.promotion import with_standard_promotion
 from ejkernel.types.forward_mode import forward_mode
@@ -132,7 +133,13 @@ class TangentCall:
         return leaves, [v for x, v in zip(leaves, jax.tree.leaves(tangents), strict=True) if is_floating(x)]
 
     def _derive(self, record: Any, xs: Leaves, vs: Leaves) -> tuple[Any, Any]:
-        choice = tangent_choice(self.plan, record)
+        choice = tangent_choice(self.plan, record, self.fields(record))
+        if choice is not None and choice.implementation is not None and choice.implementation.platform != "xla":
+            return _kernel_tangents(self, choice, record, vs)
+        return self.derive_by(choice, record, xs, vs)
+
+    def derive_by(self, choice: Choice | None, record: Any, xs: Leaves, vs: Leaves) -> tuple[Any, Any]:
+        """Returns results and tangents by a configured choice, or by the family's reference if it is None."""
         if choice is not None and choice.implementation is not None and choice.implementation.forward_mode:
             return self.plan.forward_with_tangents(record, vs, self._tangents_by_field, choice)
         run = self.plan.op.family.reference if choice is None else functools.partial(self.plan.forward, choice=choice)
@@ -180,26 +187,44 @@ class TangentCall:
         return [leaves[i] for i in self.moved]
 
 
-def tangent_choice(plan: Any, record: Any) -> Choice | None:
+def tangent_choice(plan: Any, record: Any, fields: frozenset[str]) -> Choice | None:
     """Returns the choice of the forward pass that tangents come from; None for the family's reference.
 
-    This is the choice of dispatch if it declares a `forward_mode` function or is compiled by XLA, and otherwise the XLA
-    implementation: JAX does not differentiate kernels.
+    This is the first implementation in the order of choice that is compiled by XLA, or declares a `forward_mode`
+    function which serves the call: JAX does not differentiate kernels.
+
+    Args:
+        plan: The `CallPlan`.
+        record: The family record.
+        fields: The record fields with tangents.
 
     Raises:
         NoImplementationError: No implementation serves the call.
     """
-    choice = plan.choose(record, "forward")
+    choice = plan.choose_implementation(record, "forward")
     if choice.implementation is None:
         raise NoImplementationError(choice)
-    if choice.implementation.platform == "xla" or choice.implementation.forward_mode:
-        return choice
+    for verdict in choice.verdicts:
+        if verdict.status != "refused" and _gives_tangents(plan, verdict.implementation, record, fields):
+            found = dataclasses.replace(choice, verdicts=with_first_chosen((verdict,)))
+            # A configuration of the call's own is for the kernel that dispatch has chosen.
+            own = verdict.implementation == choice.implementation
+            return (plan if own else dataclasses.replace(plan, cfg=None)).choice_with_config(found, record)
     return _xla_choice(plan, record, "forward", frozenset())
 
 
-def forward_mode_note(plan: Any, record: Any) -> str:
+def _gives_tangents(plan: Any, implementation: Implementation, record: Any, fields: frozenset[str]) -> bool:
+    """Returns whether tangents of the fields can come from an implementation that serves the record."""
+    if implementation.platform == "xla":
+        return True
+    if plan.batch_invariant:  # a kernel with tangents has other tiles, and so other bits
+        return False
+    return implementation.forward_mode is not None and not any(implementation.forward_mode_limits(record, fields))
+
+
+def forward_mode_note(plan: Any, record: Any, fields: frozenset[str]) -> str:
     """Returns the sentence of `explain` about where the tangents of a call come from."""
-    choice = tangent_choice(plan, record)
+    choice = tangent_choice(plan, record, fields)
     if choice is None or choice.implementation is None:
         return f"forward mode: JAX derives tangents from the reference of {plan.op.family.name}"
     if choice.implementation.forward_mode:
@@ -210,6 +235,23 @@ def forward_mode_note(plan: Any, record: Any) -> str:
 def _xla_choice(plan: Any, record: Any, direction: Any, fields: frozenset[str]) -> Choice | None:
     choice = dataclasses.replace(plan, platform="xla", cfg=None).choose(record, direction, fields)
     return None if choice.implementation is None else choice
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _kernel_tangents(call: TangentCall, choice: Any, record: Any, vs: Leaves) -> tuple[Any, Any]:
+    return call.derive_by(choice, record, [], vs)
+
+
+@_kernel_tangents.defjvp
+@with_standard_promotion
+def _kernel_tangents_jvp(call: TangentCall, choice: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    """Computes second derivatives by XLA: JAX does not differentiate kernels."""
+    xla = _xla_choice(call.plan, primals[0], "forward", frozenset())
+
+    def derive(record: Any, vs: Leaves) -> tuple[Any, Any]:
+        return call.derive_by(xla, record, jax.tree.leaves(record), vs)
+
+    return _kernel_tangents(call, choice, *primals), jax.jvp(derive, primals, tangents)[1]
 
 
 def _gradients(plan: Any, choice: Choice, pullback: Pullback) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 from ejkernel.planning.fixed_sizes import with_fixed_sizes
 from ejkernel_triton.requirements import triton_implementation, triton_requires
-from ejkernel_triton.tiled_attention import config
+from ejkernel_triton.tiled_attention import config, forward_mode
 
 HANDLED_FIELDS = MASK_FIELDS | SOFTMAX_FIELDS | DROPOUT_FIELDS | NUMERICS_FIELDS | {"bias", "pattern", "lse_cotangent"}
 """Optional fields that the kernels honour."""
@@ -71,6 +71,8 @@ def implementations() -> tuple[Implementation, ...]:
         "tiled_attention",
         forward="tiled_attention.forward:forward",
         backward="tiled_attention.backward:backward",
+        forward_mode="ejkernel_triton.tiled_attention.forward_mode:forward_mode",
+        forward_mode_limits=forward_mode.limits,
         gradients=frozenset({"query", "key", "value", "bias", "softmax_aux"}),
         requires=triton_requires(head_dims=range(1, 257), handles=HANDLED_FIELDS, extra_reasons=_refusal_reasons),
         config=ConfigSpace(

@@ -16,9 +16,8 @@ Sources: Milakov & Gimelshein 2018 (online softmax); Dao 2023, arXiv:2307.08691 
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import LN2, LOG2E, add_dot, dot, dot_transposed, load_tile, minus_inf_to_zero, store_tile
+from ejkernel_triton.blocks import LOG2E, add_dot, dot, dot_transposed, load_tile, minus_inf_to_zero, store_tile
 from ejkernel_triton.tiled_attention.kernels.tile import (
-    LOWEST_LOG2_SCORE,
     apply_dropout,
     as_column_vectors,
     as_row_vectors,
@@ -29,14 +28,13 @@ from ejkernel_triton.tiled_attention.kernels.tile import (
     load_block_list,
     load_key_info,
     load_query_info,
+    log2_to_log,
     modify_scores,
     pair_bases,
     tile_mask_base,
     tile_mask_id,
     to_log2_scores,
 )
-
-LOWEST_FLOAT32 = tl.constexpr(-3.4028234663852886e38)  # the lowest finite float32
 
 
 @triton.jit
@@ -290,7 +288,7 @@ def _store_output(
         factor = tl.exp2(row_max - base)
         row_sum = row_sum * factor + tl.exp2(sink - base)
     positive_sum = tl.where(row_sum > 0.0, row_sum, 1.0)
-    row_lse = tl.where(row_sum > 0.0, _log2_to_log(tl.log2(positive_sum) + base, base, spec), float("-inf"))
+    row_lse = tl.where(row_sum > 0.0, log2_to_log(tl.log2(positive_sum) + base, base, spec), float("-inf"))
     tl.store(lse + rows, row_lse, mask=valid)
     if spec.NORMALIZE:
         # One factor per row: rescaling by the sink, dropout's scale and the denominator.
@@ -299,17 +297,8 @@ def _store_output(
         # Not normalised: the output is relative to the maximum, which is returned too. Its gradient goes to the key at
         # argmax.
         acc = acc * spec.KEPT_WEIGHT_SCALE
-        tl.store(max_out + rows, _log2_to_log(minus_inf_to_zero(row_max), row_max, spec), mask=valid)
+        tl.store(max_out + rows, log2_to_log(minus_inf_to_zero(row_max), row_max, spec), mask=valid)
         tl.store(argmax_out + rows, row_argmax, mask=valid)
     BV: tl.constexpr = spec.BV
     out_base = output + (row * spec.T * spec.H + head) * spec.DV
     store_tile(out_base, start, acc, spec.H * spec.DV, spec.T, spec.DV, BLOCK_Q, BV)
-
-
-@triton.jit
-def _log2_to_log(log2_value, base, spec: tl.constexpr):
-    """Converts log2 to log; the lowest finite float32 if a bias masks all of its row."""
-    if spec.SCORES_MAY_BE_MINUS_INF:
-        return tl.where(base == LOWEST_LOG2_SCORE, LOWEST_FLOAT32, log2_value * LN2)
-    else:
-        return log2_value * LN2

@@ -14,10 +14,11 @@ with masks.
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import bounds_mask, load_vector, round_bfloat16, tanh
+from ejkernel_triton.blocks import LN2, bounds_mask, load_vector, round_bfloat16, tanh
 from ejkernel_triton.tiled_attention import spec as tiled_spec
 
 LOWEST_LOG2_SCORE = tl.constexpr(tiled_spec.LOWEST_LOG2_SCORE)
+LOWEST_FLOAT32 = tl.constexpr(-3.4028234663852886e38)  # the lowest finite float32
 
 
 @triton.jit
@@ -255,3 +256,12 @@ def apply_dropout(weights, queries, keys, spec: tl.constexpr):
         return tl.where(row * column >= spec.DROPOUT_THRESHOLD, weights, 0.0)
     else:
         return weights
+
+
+@triton.jit
+def log2_to_log(log2_value, base, spec: tl.constexpr):
+    """Converts log2 to log; the lowest finite float32 if a bias masks all of its row."""
+    if spec.SCORES_MAY_BE_MINUS_INF:
+        return tl.where(base == LOWEST_LOG2_SCORE, LOWEST_FLOAT32, log2_value * LN2)
+    else:
+        return log2_value * LN2
