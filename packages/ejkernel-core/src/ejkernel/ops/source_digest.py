@@ -37,7 +37,7 @@ def source_digest(implementation: Implementation) -> str:
     and with what it requires.
     """
     closure = _SourceClosure(implementation.forward.partition(":")[0].partition(".")[0])
-    for path in filter(None, (implementation.forward, implementation.backward)):
+    for path in filter(None, (implementation.forward, implementation.backward, implementation.forward_mode)):
         module, _, name = path.partition(":")
         closure.add(module, name)
     space = implementation.config
