@@ -207,9 +207,10 @@ def tangent_choice(plan: Any, record: Any, fields: frozenset[str]) -> Choice | N
     for verdict in choice.verdicts:
         if verdict.status != "refused" and _gives_tangents(plan, verdict.implementation, record, fields):
             found = dataclasses.replace(choice, verdicts=with_first_chosen((verdict,)))
-            # A configuration of the call's own is for the kernel that dispatch has chosen.
-            own = verdict.implementation == choice.implementation
-            return (plan if own else dataclasses.replace(plan, cfg=None)).choice_with_config(found, record)
+            # The `cfg` of the call is for the kernel that dispatch has chosen.
+            if verdict.implementation != choice.implementation:
+                plan = dataclasses.replace(plan, cfg=None)
+            return plan.choice_with_config(found, record)
     return _xla_choice(plan, record, "forward", frozenset())
 
 
