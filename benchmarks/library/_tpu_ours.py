@@ -21,6 +21,7 @@ from ejkernel.modules import (
     grouped_matmul,
     kernel_delta_attention,
     lightning_attention,
+    lightning_indexer,
     mla_decode,
     multi_latent_ragged_page_attention,
     native_sparse_attention,
@@ -511,3 +512,22 @@ def linear_cross_entropy(gradient: bool = False) -> Workload:
         both = jax.grad(loss, (0, 1))
         return Workload(function=both, args=args, flops=5 * product, min_hbm_bytes=2 * arrays)
     return Workload(function=loss, args=args, flops=product, min_hbm_bytes=arrays)
+
+
+def selected_keys(keys: int) -> Workload:
+    """The indexer of DeepSeek-V3.2: the newest 256 tokens select 2048 of all keys by 64 heads of 128."""
+    queries, heads, size, selected = 256, 64, 128, 2048
+
+    def forward(query: Any, key: Any, weights: Any, positions: Any) -> Any:
+        return lightning_indexer(query, key, weights, q_positions=positions, top_k=selected, platform="pallas")
+
+    shape = jax.ShapeDtypeStruct
+    args = (
+        shape((1, queries, heads, size), jnp.bfloat16),
+        shape((1, keys, size), jnp.bfloat16),
+        shape((1, queries, heads), jnp.float32),
+        np.arange(keys - queries, keys, dtype=np.int32)[None],
+    )
+    pairs = queries * (keys - queries) + queries * (queries + 1) / 2
+    copied = 2 * size * (queries * heads + keys) + 4 * queries * heads + 8 * queries * selected
+    return Workload(function=forward, args=args, flops=2 * pairs * heads * size, min_hbm_bytes=copied)

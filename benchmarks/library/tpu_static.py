@@ -164,6 +164,9 @@ SELECTED = tuple(
     for what, dense in (("selected blocks", False), ("dense causal attention", True))
     for gradient in ((False, True) if not dense else (False,))
 )
+INDEXED = tuple(
+    case(f"lightning indexer, 256 queries, {n} keys, ejkernel", "selected_keys", OURS, keys=n) for n in (32768, 131072)
+)
 MASKED = tuple(
     case(f"flash attention, {mask}{by}, ejkernel", "masked_attention", OURS, mask=mask, by_function=bool(by))
     for mask in ("causal", "window", "documents")
@@ -207,6 +210,7 @@ ALL = (
     *VECTORS,
     *SELECTED,
     *MASKED,
+    *INDEXED,
 )
 
 

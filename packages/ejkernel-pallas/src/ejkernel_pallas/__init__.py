@@ -17,6 +17,7 @@ from ejkernel_pallas.tpu import collective_matmul as tpu_collective_matmul
 from ejkernel_pallas.tpu import cross_entropy as tpu_cross_entropy
 from ejkernel_pallas.tpu import grouped_matmul as tpu_grouped_matmul
 from ejkernel_pallas.tpu import latent_attention as tpu_latent_attention
+from ejkernel_pallas.tpu import lightning_indexer as tpu_lightning_indexer
 from ejkernel_pallas.tpu import linear_recurrence as tpu_linear_recurrence
 from ejkernel_pallas.tpu import paged_attention as tpu_paged_attention
 from ejkernel_pallas.tpu import quantized_matmul as tpu_quantized_matmul
@@ -48,4 +49,5 @@ def ejkernel_implementations() -> tuple[Implementation, ...]:
         *tpu_paged_attention.implementations(),
         *tpu_latent_attention.implementations(),
         *tpu_cross_entropy.implementations(),
+        *tpu_lightning_indexer.implementations(),
     )

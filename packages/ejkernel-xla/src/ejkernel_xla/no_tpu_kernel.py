@@ -23,10 +23,6 @@ REASONS_WITHOUT_TPU_KERNEL = {
         "it reads the logits that the caller has in HBM, and XLA fuses the reductions into these passes: a kernel "
         "would read as many bytes"
     ),
-    "lightning_indexer": (
-        "the products run on the matrix units under XLA; a kernel would merge the selection without a sort of each "
-        "tile, and is not written"
-    ),
     "paged_attention": (
         "the kernel needs pages of numbers: a cache without pages goes to `decode_attention` and `page_attention`, "
         "which have a kernel"

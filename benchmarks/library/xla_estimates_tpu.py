@@ -1,0 +1,129 @@
+"""XLA's own programs on a TPU, without a TPU: its compiler's estimates for sparse attention, to compare kernels with.
+
+    python benchmarks/library/xla_estimates_tpu.py                 # all chips and calls
+    python benchmarks/library/xla_estimates_tpu.py --target v6e    # one chip
+    python benchmarks/library/xla_estimates_tpu.py --quick         # one small call, for v5e
+
+libtpu writes the cycles that it expects of a fusion, a copy or a product into the compiled program. They are added up,
+those of a loop as often as it runs. Sorts, gathers and scatters have no estimate there: the times are lower bounds, and
+the column "not estimated" counts such operations.
+
+Needs libtpu: pip install "ejkernel-pallas[aot]".
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.modules import lightning_indexer
+from ejkernel_pallas.tpu.profile import CHIPS
+from ejkernel_pallas.tpu.profile.compiling import compiling_for
+
+sys.path.append(str(Path(__file__).parents[1]))
+import shared.report
+
+COLUMNS = ("call", "chip", "µs at least", "not estimated")
+COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+ESTIMATE = re.compile(r'"estimated_cycles":"(\d+)"')
+TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+NOT_ESTIMATED = re.compile(r" (sort|gather|scatter)\(")
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call for XLA: name, function, arguments, and trips of the loops whose count is not in the program, by depth."""
+
+    name: str
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    trips: tuple[int, ...] = ()
+
+
+def indexer(queries: int, keys: int, selected: int = 2048) -> Call:
+    """DeepSeek-V3.2's indexer: tokens that select from all keys, which XLA's program scores in tiles of `selected`."""
+
+    def forward(query: Any, key: Any, weights: Any) -> Any:
+        return lightning_indexer(query, key, weights, top_k=selected, causal=False, platform="xla")
+
+    shape = jax.ShapeDtypeStruct
+    args = (
+        shape((1, queries, 64, 128), jnp.bfloat16),
+        shape((1, keys, 128), jnp.bfloat16),
+        shape((1, queries, 64), jnp.float32),
+    )
+    tiles = -(-keys // selected)  # of keys, for eight queries at a time
+    trips = (tiles,) if queries <= 8 else (-(-queries // 8), tiles)
+    return Call(f"lightning indexer, {queries} queries, {keys} keys", forward, args, trips)
+
+
+QUICK = (indexer(8, 512, 256),)
+ALL = (*(indexer(queries, 32768) for queries in (1, 8, 256)), indexer(256, 131072))
+
+
+def cycles(program: str, trips_by_depth: tuple[int, ...]) -> tuple[int, int]:
+    """The cycles of a compiled program, and how many operations without an estimate it runs."""
+    computations: dict[str, list[str]] = {}
+    entry = name = ""
+    for line in program.splitlines():
+        if found := COMPUTATION.match(line):
+            name = found[2]
+            entry = name if found[1] else entry
+        elif name and " = " in line:
+            computations.setdefault(name, []).append(line)
+
+    def add(name: str, depth: int = 0) -> tuple[int, int]:
+        total = missing = 0
+        for line in computations.get(name, ()):
+            if " while(" in line:
+                found = TRIPS.search(line)
+                trips = int(found[1]) if found else trips_by_depth[depth]
+                inside = add(re.findall(r"body=%?([\w.\-]+)", line)[0], depth if found else depth + 1)
+                total, missing = total + trips * inside[0], missing + trips * inside[1]
+            elif found := ESTIMATE.search(line):
+                total += int(found[1])
+            elif NOT_ESTIMATED.search(line):
+                missing += 1
+        return total, missing
+
+    return add(entry)
+
+
+def row(call: Call, target: str) -> Sequence[object]:
+    chip = CHIPS[target]
+    with compiling_for(chip) as sharding:
+        args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in call.args]
+        compiled = jax.jit(call.function).trace(*args).lower(lowering_platforms=("tpu",)).compile()
+    total, missing = cycles(compiled.as_text() or "", call.trips)
+    return call.name, target, f"{total / chip.clock_hz * 1e6:.0f}", missing
+
+
+def rows(calls: Iterable[Call], targets: Iterable[str]) -> Iterable[Sequence[object]]:
+    targets = list(targets)
+    return (row(call, target) for call in calls for target in targets)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one small call, for v5e")
+    parser.add_argument("--target", action="append", choices=list(CHIPS), help="repeatable; all if left out")
+    parser.add_argument("--only", default="", help="a word in the call's name")
+    arguments = parser.parse_args()
+    print(shared.report.heading())
+    if importlib.util.find_spec("libtpu") is None:
+        print("libtpu is not installed: pip install 'ejkernel-pallas[aot]'")
+        return
+    calls = QUICK if arguments.quick else [call for call in ALL if arguments.only in call.name]
+    targets = arguments.target or (["v5e"] if arguments.quick else CHIPS)
+    print(shared.report.markdown_table(COLUMNS, rows(calls, targets)))
+
+
+if __name__ == "__main__":
+    main()
