@@ -48,7 +48,7 @@ def select_rows(refs: IndexerRefs, spec: IndexerSpec, num_rows: Any, first_key: 
         _move(refs, spec, num_rows, bit)
     first_whole = SUBLANES.bit_length() - 1
     fori_loop(first_whole, spec.shift_bits, lambda bit, carry: _move(refs, spec, num_rows, bit), None)
-    _clear_rows_after(refs, spec, num_selected)
+    _mask_rows_after(refs, spec, num_selected)
 
 
 def key_indices(packed: jax.Array, spec: IndexerSpec) -> jax.Array:
@@ -150,13 +150,13 @@ def _move(refs: IndexerRefs, spec: IndexerSpec, num_rows: Any, bit: Any) -> None
     fori_loop(0, lax.shift_left(num_periods, kept_bit - bit_of_block), move_block, None)
 
 
-def _clear_rows_after(refs: IndexerRefs, spec: IndexerSpec, num_selected: jax.Array) -> None:
+def _mask_rows_after(refs: IndexerRefs, spec: IndexerSpec, num_selected: jax.Array) -> None:
     """Makes the first rows after those that are selected not selectable."""
 
-    def clear(start: Any, carry: None) -> None:
+    def mask_block(start: Any, carry: None) -> None:
         rows = pl.ds(start, LANES)
         position = start + lax.broadcasted_iota(jnp.int32, (LANES, LANES), 0)
         is_key = position < num_selected.astype(jnp.int32)
         refs.ordered_scores[rows, :] = jnp.where(is_key, refs.ordered_scores[rows, :], NOT_SELECTABLE)
 
-    _for_each_block(spec.kept_rows, LANES, clear, None)
+    _for_each_block(spec.kept_rows, LANES, mask_block, None)
