@@ -15,6 +15,7 @@ from ejkernel_cuda import (
     recurrent_step,
     selective_scan,
     tiled_attention,
+    token_sparse_attention,
 )
 
 
@@ -31,6 +32,7 @@ def ejkernel_implementations() -> tuple[Implementation, ...]:
     )
     return (
         *tiled_attention.implementations(),
+        *token_sparse_attention.IMPLEMENTATIONS,
         *decode_implementations,
         *matmul_implementations,
         *recurrence_implementations,
