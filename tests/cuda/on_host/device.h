@@ -67,6 +67,11 @@ struct Barrier {
       while (generation == own) yield();
     }
   }
+  void arrive() {
+    if (++count < size) return;
+    count = 0;
+    ++generation;
+  }
 };
 
 struct Warp {
@@ -103,6 +108,7 @@ inline Thread* current;
 inline jmp_buf scheduler;
 inline std::vector<std::unique_ptr<char[]>> stacks;  // of the threads of any cluster
 inline std::function<void()> body;
+inline unsigned blocks_of_grid;
 inline std::vector<std::pair<const char*, size_t>> arrays;  // what kernels may read
 
 // `swapcontext` would ask the kernel for the mask of signals at each switch.
@@ -191,6 +197,7 @@ inline void run_cluster(
 
 #define threadIdx (device::Index{device::current->index})
 #define blockIdx (device::Index{device::current->block->index})
+#define gridDim (device::Index{device::blocks_of_grid})
 inline void __syncthreads() { device::current->block->barrier.wait(); }
 
 inline void __syncwarp() { device::warp().barrier.wait(); }
@@ -211,3 +218,17 @@ T __ldg(const T* from) { return *from; }
 inline float __shfl_xor_sync(unsigned mask, float value, int lane) {
   return __shfl_sync(mask, value, device::current->index % 32 ^ lane);
 }
+inline uint32_t __shfl_xor_sync(unsigned mask, uint32_t value, int lane) {
+  return __float_as_uint(__shfl_xor_sync(mask, __uint_as_float(value), lane));
+}
+inline unsigned __ballot_sync(unsigned, bool vote) {
+  device::Warp& warp = device::warp();
+  warp.values[device::current->index % 32][0] = vote;
+  warp.barrier.wait();
+  unsigned votes = 0;
+  for (int lane = 0; lane < 32; ++lane) votes |= warp.values[lane][0] << lane;
+  warp.barrier.wait();
+  return votes;
+}
+inline bool __any_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
+inline int __clz(unsigned x) { return __builtin_clz(x); }

@@ -24,7 +24,6 @@
 #pragma once
 
 #include <cuda_bf16.h>
-#include <cuda_runtime.h>
 
 #include <cmath>
 #include <cstdint>
