@@ -17,7 +17,7 @@ ffi::Error latent(
     cudaStream_t stream, ffi::Buffer<ffi::BF16> query, ffi::Buffer<ffi::BF16> key, ffi::Buffer<ffi::S32> indices,
     ffi::Buffer<ffi::F32> sinks, ffi::ResultBuffer<ffi::BF16> output, ffi::ResultBuffer<ffi::F32> lse,
     ffi::ResultBuffer<ffi::F32> partial, ffi::ResultBuffer<ffi::F32> partial_lse, int32_t splits, int32_t blocks,
-    int32_t variant, float score_factor) {
+    float score_factor) {
   if (query.element_count() == 0) return ffi::Error::Success();
   LatentCall call;
   call.query = static_cast<const __nv_bfloat16*>(query.untyped_data());
@@ -52,15 +52,11 @@ ffi::Error latent(
   if (items > INT32_MAX) return kErrors.invalid("the kernel has at most 2 ** 31 - 1 blocks");
   call.items = static_cast<int>(items);
   const int64_t launched = blocks > 0 && blocks < items ? blocks : items;
-  if (variant == 0) return launch<true, 1>(stream, call, launched);
-  if (variant == 1) return launch<false, 1>(stream, call, launched);
-  if (variant == 2) return launch<true, 2>(stream, call, launched);
-  if (variant == 3) return launch<true, 0>(stream, call, launched);
-  return launch<false, 0>(stream, call, launched);
+  return launch<true, 1>(stream, call, launched);
 }
 
 }  // namespace
 
-EJKERNEL_FFI_HANDLER(ejkernel_latent_sparse, latent, "splits", "blocks", "variant", "score_factor");
+EJKERNEL_FFI_HANDLER(ejkernel_latent_sparse, latent, "splits", "blocks", "score_factor");
 
 }  // namespace ejkernel::token_sparse_attention

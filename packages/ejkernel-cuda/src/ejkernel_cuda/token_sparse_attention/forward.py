@@ -24,16 +24,8 @@ def forward(record: TokenSparseAttention, config: LatentSplits) -> tuple[jax.Arr
     Returns:
         [B, T, H, 512] in the query's dtype, and lse [B, H, T] float32.
     """
-    output, lse = run_forward(record, config.splits)
-    return output, SoftmaxResiduals(lse=lse)
-
-
-def run_forward(
-    record: TokenSparseAttention, splits: int, blocks: int = 0, variant: int = 0
-) -> tuple[jax.Array, jax.Array]:
-    """Returns output and lse."""
     batch, tokens, heads, _ = record.query.shape
-    splits = min(splits, max_splits(record))
+    splits = min(config.splits, max_splits(record))
     is_split = splits > 1
     shape, split_shape = (batch, tokens, heads, VALUE_SIZE), (batch, tokens, splits, heads, VALUE_SIZE)
     call = jax.ffi.ffi_call(
@@ -56,11 +48,12 @@ def run_forward(
         record.indices,
         jnp.zeros(0, jnp.float32) if sinks is None or is_split else jnp.broadcast_to(sinks, (batch, heads)),
         splits=np.int32(splits),
-        blocks=np.int32(blocks),
-        variant=np.int32(variant),
+        blocks=np.int32(0),
         score_factor=np.float32(abs(scale) * LOG2E or 1.0),
     )
-    return _merge_splits(record, partial, partial_lse, sinks) if is_split else (output, lse)
+    if is_split:
+        output, lse = _merge_splits(record, partial, partial_lse, sinks)
+    return output, SoftmaxResiduals(lse=lse)
 
 
 def _merge_splits(

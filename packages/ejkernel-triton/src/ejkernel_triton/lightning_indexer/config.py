@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.lightning_indexer import LightningIndexer
 from ejkernel.ops.chips import KIBI, Gpu, gpu_of
 from ejkernel.ops.device import DeviceInfo
@@ -150,7 +151,7 @@ def _keys_per_program(record: LightningIndexer, block_q: int, chip: Gpu) -> int:
     (batch, tokens, *_), keys = record.query.shape, record.key.shape[1]
     chosen = KEYS_PER_PROGRAM
     wanted = PROGRAMS_PER_MULTIPROCESSOR * chip.multiprocessors
-    while chosen > MIN_KEYS_PER_PROGRAM and batch * -(-tokens // block_q) * -(-keys // chosen) < wanted:
+    while chosen > MIN_KEYS_PER_PROGRAM and batch * cdiv(tokens, block_q) * cdiv(keys, chosen) < wanted:
         chosen //= 2
     return chosen
 
