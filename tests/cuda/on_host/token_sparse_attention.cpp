@@ -5,7 +5,7 @@
 // What was wrong, or null. Arrays in the order of the handler, absent ones null; then the sizes.
 extern "C" const char* latent_sparse(void** a, const int* n, float score_factor) {
   using namespace ejkernel::token_sparse_attention;
-  const int batch = n[0], tokens = n[1], heads = n[2], keys = n[3], listed = n[4], splits = n[5], blocks = n[6];
+  const int batch = n[0], tokens = n[1], heads = n[2], keys = n[3], listed = n[4], splits = n[5];
   LatentCall call{};
   call.query = static_cast<const __nv_bfloat16*>(a[0]), call.key = static_cast<const __nv_bfloat16*>(a[1]);
   call.indices = static_cast<const int*>(a[2]), call.sinks = static_cast<const float*>(a[3]);
@@ -20,9 +20,10 @@ extern "C" const char* latent_sparse(void** a, const int* n, float score_factor)
   device::arrays = {
       {static_cast<const char*>(a[0]), size_t(batch) * tokens * heads * kRowBytes},
       {static_cast<const char*>(a[1]), size_t(batch) * keys * kRowBytes}};
-  for (int block = 0; block < blocks; ++block) {
-    device::blocks_of_grid = blocks;
-    device::run_cluster(block, 1, sizeof(LatentShared), [&] { latent_kernel<VARIANT>(call); }, kThreads);
+  // As many blocks as items, but one: a block goes on with the next item.
+  device::blocks_of_grid = call.items > 1 ? call.items - 1 : 1;
+  for (unsigned block = 0; block < device::blocks_of_grid; ++block) {
+    device::run_cluster(block, 1, sizeof(LatentShared), [&] { latent_kernel<true, 1>(call); }, kThreads);
   }
   return device::complaint;
 }

@@ -16,8 +16,7 @@ ffi::Error launch(cudaStream_t stream, const LatentCall& call, int64_t blocks) {
 ffi::Error latent(
     cudaStream_t stream, ffi::Buffer<ffi::BF16> query, ffi::Buffer<ffi::BF16> key, ffi::Buffer<ffi::S32> indices,
     ffi::Buffer<ffi::F32> sinks, ffi::ResultBuffer<ffi::BF16> output, ffi::ResultBuffer<ffi::F32> lse,
-    ffi::ResultBuffer<ffi::F32> partial, ffi::ResultBuffer<ffi::F32> partial_lse, int32_t splits, int32_t blocks,
-    float score_factor) {
+    ffi::ResultBuffer<ffi::F32> partial, ffi::ResultBuffer<ffi::F32> partial_lse, int32_t splits, float score_factor) {
   if (query.element_count() == 0) return ffi::Error::Success();
   LatentCall call;
   call.query = static_cast<const __nv_bfloat16*>(query.untyped_data());
@@ -51,12 +50,11 @@ ffi::Error latent(
   const int64_t items = rows * call.head_tiles * splits;
   if (items > INT32_MAX) return kErrors.invalid("the kernel has at most 2 ** 31 - 1 blocks");
   call.items = static_cast<int>(items);
-  const int64_t launched = blocks > 0 && blocks < items ? blocks : items;
-  return launch<true, 1>(stream, call, launched);
+  return launch<true, 1>(stream, call, items);
 }
 
 }  // namespace
 
-EJKERNEL_FFI_HANDLER(ejkernel_latent_sparse, latent, "splits", "blocks", "score_factor");
+EJKERNEL_FFI_HANDLER(ejkernel_latent_sparse, latent, "splits", "score_factor");
 
 }  // namespace ejkernel::token_sparse_attention

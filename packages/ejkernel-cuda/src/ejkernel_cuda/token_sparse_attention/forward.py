@@ -48,7 +48,6 @@ def forward(record: TokenSparseAttention, config: LatentSplits) -> tuple[jax.Arr
         record.indices,
         jnp.zeros(0, jnp.float32) if sinks is None or is_split else jnp.broadcast_to(sinks, (batch, heads)),
         splits=np.int32(splits),
-        blocks=np.int32(0),
         score_factor=np.float32(abs(scale) * LOG2E or 1.0),
     )
     if is_split:
