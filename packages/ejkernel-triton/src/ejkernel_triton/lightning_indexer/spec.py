@@ -24,6 +24,7 @@ class IndexerSpec:
         BH: Heads, padded to a power of two.
         BD: Channels, padded to a size that `tl.dot` supports.
         BK: Selected keys, padded to a power of two.
+        PLACE_BITS: Bits of a place among them: log2(BK).
         CHUNK: Queries whose scores are in memory at a time.
         WEIGHT_FACTOR: Magnitude of the factor on the products, by which the weights are multiplied instead.
         NEGATE_QUERIES: Whether that factor is negative.
@@ -41,6 +42,7 @@ class IndexerSpec:
     BH: int
     BD: int
     BK: int
+    PLACE_BITS: int
     CHUNK: int
     WEIGHT_FACTOR: float
     NEGATE_QUERIES: bool
@@ -62,6 +64,7 @@ def make_spec(record: LightningIndexer) -> IndexerSpec:
         BH=pad_to_power_of_two(heads),
         BD=pad_to_dot_size(channels),
         BK=pad_to_power_of_two(record.top_k),
+        PLACE_BITS=pad_to_power_of_two(record.top_k).bit_length() - 1,
         CHUNK=queries_per_chunk(record),
         WEIGHT_FACTOR=abs(record.softmax_scale),
         NEGATE_QUERIES=record.softmax_scale < 0,

@@ -81,9 +81,12 @@ def _store_above(
     their keys; returns how many there are, of which the first CANDIDATES are stored.
     """
     count, earlier_ties = 0, 0
+    n = tl.arange(0, TILE)
+    next_x = tl.load(row_scores + n, mask=n < num_keys, other=NO_SCORE)
     for first in tl.range(0, num_keys, TILE):
-        i = first + tl.arange(0, TILE)
-        x = tl.load(row_scores + i, mask=i < num_keys, other=NO_SCORE)
+        i, x = first + n, next_x
+        # Ahead of the sums, which wait for all threads of the program.
+        next_x = tl.load(row_scores + i + TILE, mask=i + TILE < num_keys, other=NO_SCORE)
         is_kept = x > threshold
         if HAS_TIES:
             is_tie = (x == threshold).to(tl.int32)

@@ -39,8 +39,9 @@ def guess_threshold_kernel(
     if count > CANDIDATES:
         ordered_scores = batch_row_address(ordered_scores, batch, per.ORDERED_SCORES, spec.CHUNK * spec.S)
         row_scores = ordered_scores + tl.cast(row, tl.int64) * spec.S + start
-        i = tl.arange(0, CANDIDATES).to(tl.int64)
-        x = tl.load(row_scores + i * count // CANDIDATES)
+        # Of eight neighbours each: single ones would fetch all memory sectors of the row.
+        i = tl.arange(0, CANDIDATES)
+        x = tl.load(row_scores + (i // 8).to(tl.int64) * count // (CANDIDATES // 8) + i % 8)
         rank = tl.maximum(tl.cast(tl.cast(TARGET, tl.int64) * CANDIDATES // count, tl.int32), 1)
         guess, _, _ = bisect(x, tl.min(x, 0) - 1, tl.max(x, 0), rank - rank // 16, rank + rank // 16)
     tl.store(guesses + batch * spec.CHUNK + row, guess)
