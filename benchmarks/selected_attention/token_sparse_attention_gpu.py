@@ -93,6 +93,9 @@ def sides(layer: Layer, num_keys: int) -> Iterator[tuple[str, Callable[..., jax.
     """Yields the name, the function, the arrays and the cotangent of each side."""
     arrays, cotangent = layer.make_arrays(QUERIES, num_keys)
     call = functools.partial(token_sparse_attention, **layer.options())
+    if layer.is_latent:
+        # Whatever dispatch chooses: the CUDA kernel forward, which has no gradients, and Triton's for those.
+        yield "cuda, triton gradients", call, arrays, cotangent
     yield "triton", functools.partial(call, platform="triton"), arrays, cotangent
     few = layer.make_arrays(XLA_QUERIES, num_keys)
     yield f"xla, {XLA_QUERIES} queries", functools.partial(call, platform="xla"), *few

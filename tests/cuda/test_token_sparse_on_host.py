@@ -94,7 +94,7 @@ def test_other_rows_heads_and_chips_are_refused():
 
     assert reasons() == []
     for fields, reason in (
-        ({"value_size": 256}, "values of 256"),
+        ({"value_size": 256}, "values 256"),
         ({"key": jnp.zeros((1, 40, 3, 576), jnp.bfloat16)}, "got 3 heads"),
         ({"device": B200}, "compiled for 9.0 alone"),
     ):

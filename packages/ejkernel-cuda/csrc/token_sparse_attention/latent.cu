@@ -50,7 +50,14 @@ ffi::Error latent(
   const int64_t items = rows * call.head_tiles * splits;
   if (items > INT32_MAX) return kErrors.invalid("the kernel has at most 2 ** 31 - 1 blocks");
   call.items = static_cast<int>(items);
-  return launch<true, 1>(stream, call, items);
+  int device = 0, multiprocessors = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  }
+  if (error != cudaSuccess) return kErrors.check("device", error);
+  // A block fills a multiprocessor; it copies keys of its next item while it ends one.
+  return launch<true, 1>(stream, call, items < multiprocessors ? items : multiprocessors);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""Token-sparse attention to latent keys in CUDA C++ for Hopper: two warpgroups share 64 query heads, a third gathers."""
+"""Token-sparse attention to latent keys in CUDA C++ for Hopper: two warpgroups share 64 heads, and a third gathers keys."""
 
 import math
 from collections.abc import Iterable
@@ -16,9 +16,10 @@ HOPPER_COMPUTE_CAPABILITY = 9.0
 
 def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
-    sizes = record.query.shape[3], record.value_size
-    if sizes != (config.ROW_SIZE, config.VALUE_SIZE):
-        yield f"query: got rows of {sizes[0]} and values of {sizes[1]}, the kernel has {config.ROW_SIZE} and 512"
+    columns, values = record.query.shape[3], record.value_size
+    if (columns, values) != (config.ROW_SIZE, config.VALUE_SIZE):
+        wants = f"{config.ROW_SIZE} and {config.VALUE_SIZE}"
+        yield f"keys have {columns} columns and values {values}; the kernel wants {wants}"
     if record.key.shape[2] != 1:
         yield f"key: got {record.key.shape[2]} heads, the kernel reads one"
     capability = current_device().compute_capability

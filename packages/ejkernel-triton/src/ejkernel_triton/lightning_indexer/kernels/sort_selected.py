@@ -60,14 +60,17 @@ def _sort_nearly(x, is_key, spec: tl.constexpr):
 
 
 @triton.jit
-def _order_pairs(places, x, place, n, partner, count, changes):
+def _order_pairs(places, selected_scores, place, n, partner, count, changes):
     """Puts places n and partner in order by their scores; returns the places, and a number above 0 for a change."""
     is_pair = (partner >= 0) & (partner < count) & (n < count)
     # Barriers around the stores: other threads read them.
     tl.debug_barrier()
     other = tl.load(places + partner, mask=is_pair, other=0)
-    own_x, other_x = tl.load(x + place, mask=n < count, other=0), tl.load(x + other, mask=is_pair, other=0)
-    other_is_first = (other_x > own_x) | ((other_x == own_x) & (other < place))
+    score, other_score = (
+        tl.load(selected_scores + place, mask=n < count, other=0),
+        tl.load(selected_scores + other, mask=is_pair, other=0),
+    )
+    other_is_first = (other_score > score) | ((other_score == score) & (other < place))
     is_changed = is_pair & (other_is_first == (n < partner))
     place = tl.where(is_changed, other, place)
     tl.debug_barrier()
