@@ -1,4 +1,4 @@
-"""Token-sparse attention to latent keys in CUDA C++ for Hopper: two warpgroups share 64 heads, and a third gathers keys."""
+"""Token-sparse attention to latent keys in CUDA C++ for Hopper: a warpgroup gathers keys, and two share 64 heads."""
 
 import math
 from collections.abc import Iterable

@@ -66,10 +66,8 @@ def _order_pairs(places, selected_scores, place, n, partner, count, changes):
     # Barriers around the stores: other threads read them.
     tl.debug_barrier()
     other = tl.load(places + partner, mask=is_pair, other=0)
-    score, other_score = (
-        tl.load(selected_scores + place, mask=n < count, other=0),
-        tl.load(selected_scores + other, mask=is_pair, other=0),
-    )
+    score = tl.load(selected_scores + place, mask=n < count, other=0)
+    other_score = tl.load(selected_scores + other, mask=is_pair, other=0)
     other_is_first = (other_score > score) | ((other_score == score) & (other < place))
     is_changed = is_pair & (other_is_first == (n < partner))
     place = tl.where(is_changed, other, place)
