@@ -12,7 +12,12 @@ from ejkernel.families.contract import Family
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.tiled_attention import causal_window_bounds
 from ejkernel.types.arguments import array_fields
-from ejkernel_conformance.query_changes import changes_of_lists, changes_of_pools
+from ejkernel_conformance.query_changes import (
+    changes_of_indexers,
+    changes_of_lists,
+    changes_of_pools,
+    changes_of_selections,
+)
 from ejkernel_conformance.recurrence_changes import changes_of_recurrences
 from ejkernel_conformance.row_changes import Change, changes_of_rows, take, whole, with_axis
 
@@ -253,5 +258,7 @@ CHANGES_BY_FAMILY: Mapping[str, Callable[[Family, Any], Iterator[Change]]] = {
     "token_sparse_attention": changes_of_lists,
     "indexer_loss": changes_of_lists,
     "segment_pooling": changes_of_pools,
+    "lightning_indexer": changes_of_indexers,
+    "selected_attention": changes_of_selections,
 }
 """The functions that change the calls of a family, for families whose rows are not simply those of axis `b`."""

@@ -159,9 +159,12 @@ def choose(
         found = refusals(op.family, implementation, record, device, platform, direction, grad_fields)
         reasons = tuple(name_public_argument(op, reason) for reason in found)
         reasons += _foreign_config(op, implementation, direction, cfg)
-        if batch_invariant and direction == "forward":
+        restricted = batch_invariant and direction == "forward"
+        if restricted:
             reasons += tuple(invariance_refusals(op.family, implementation, record))
-        verdicts.append(_make_verdict(op, implementation, record, device, direction, reasons))
+        verdict = _make_verdict(op, implementation, record, device, direction, reasons)
+        fixed = implementation.invariant_priority if restricted and not reasons else None
+        verdicts.append(verdict if fixed is None else dataclasses.replace(verdict, priority=fixed))
     return Choice(
         op=op.name,
         direction=direction,

@@ -260,6 +260,8 @@ class Implementation:
         invariant_to: Names of `ejkernel.types.invariances.INVARIANCES`: in a `batch_invariant` block, none of these
             changes a bit of a row of the forward pass. The conformance suite proves each on the device.
         invariance_limits: Record -> the reasons why `invariant_to` does not hold for it; empty if it does.
+        invariant_priority: Its priority in a `batch_invariant` block, where that must not depend on the batch; None for
+            a `priority` that is a number. A function wants it where `invariant_to` names anything.
         instead_of_kernel: Kind of device -> why it serves the family there instead of a kernel. The support matrix
             shows the reason at operations that no kernel for these devices serves.
     """
@@ -282,6 +284,7 @@ class Implementation:
     paired: bool = False
     invariant_to: frozenset[str] = frozenset()
     invariance_limits: Callable[[Any], Iterable[str]] = _no_refusal_reasons
+    invariant_priority: int | None = None
     instead_of_kernel: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str], hash=False)
 
     def __post_init__(self) -> None:
@@ -292,6 +295,10 @@ class Implementation:
             raise ValueError(f"invariant_to: got {', '.join(unknown)}, wants names among {', '.join(INVARIANCES)}")
         if self.invariant_to and self.config is not NO_CHOICE and self.config.batch_invariant is None:
             raise ValueError(f"invariant_to: {self.name!r} of {self.family} wants a rule ConfigSpace.batch_invariant")
+        if self.invariant_to and callable(self.priority) and self.invariant_priority is None:
+            raise ValueError(
+                f"invariant_priority: {self.name!r} of {self.family} has a priority for each call, got None"
+            )
 
     @property
     def backend(self) -> str:

@@ -77,8 +77,11 @@ IMPLEMENTATIONS = (
             candidates=config.candidates,
             forward=config.ScanTile,
             backward=config.GradientTile,
+            batch_invariant=config.batch_invariant,
         ),
         cases="ejkernel_cuda.selective_scan.cases:cases",
         priority=_priority,
+        invariant_to=frozenset({"batch", "padding", "packing", "chunking"}),
+        invariant_priority=20,
     ),
 )

@@ -83,6 +83,13 @@ def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -
     return NARROW_TILE
 
 
+def batch_invariant(record: SelectiveScan, device: DeviceInfo, direction: Direction) -> ScanTile | GradientTile:
+    """Returns the tile for all calls in a `batch_invariant` block: lanes decide in which order a state is summed."""
+    if direction == "backward":
+        return heuristic(record, device, direction)
+    return MEDIUM_TILE if record.x.shape[2] % CHANNEL_ALIGNMENT == 0 else ANY_CHANNELS_TILE
+
+
 def candidates(record: SelectiveScan, device: DeviceInfo, direction: Direction) -> tuple[ScanTile | GradientTile, ...]:
     """Returns all tiles that the library has for a record."""
     if direction == "backward":

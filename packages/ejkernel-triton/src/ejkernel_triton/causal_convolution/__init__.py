@@ -17,5 +17,6 @@ def implementations() -> tuple[Implementation, ...]:
                 head_dims=range(2, 9), handles={"bias", "initial_state", "cu_seqlens", "activation"}
             ),
             config=ConfigSpace.of(config, forward=config.ConvolutionForward, backward=config.ConvolutionBackward),
+            invariant_to=frozenset({"batch", "padding", "packing", "chunking"}),
         ),
     )

@@ -4,10 +4,11 @@ import dataclasses
 from typing import Any
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.causal_convolution import CausalConvolution
+from ejkernel.families.causal_convolution import FAMILY, CausalConvolution
 from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
+from ejkernel.planning.fixed_sizes import with_fixed_sizes
 from ejkernel_triton.launch import is_interpreting
 
 
@@ -82,6 +83,17 @@ def heuristic(
     return ConvolutionForward(
         block_t=8 if is_interpreting() else _clamp_block_tokens(tokens, 16), block_c=block_c, num_warps=warps
     )
+
+
+FIXED_TOKENS = 4096
+"""Tokens of the call whose configuration serves all calls in a `batch_invariant` block."""
+
+
+def batch_invariant(
+    record: CausalConvolution, device: DeviceInfo, direction: Direction
+) -> ConvolutionForward | ConvolutionBackward:
+    """Returns the tiles for all calls in a `batch_invariant` block."""
+    return heuristic(with_fixed_sizes(record, FAMILY.axes_of(record), {"t": FIXED_TOKENS}), device, direction)
 
 
 def candidates(

@@ -30,6 +30,14 @@ def extra_reasons(record: CrossEntropy) -> Iterator[str]:
             yield f"{name} of {array.dtype}, and sums are float32"
 
 
+def invariance_limits(record: CrossEntropy) -> Iterator[str]:
+    """Yields why rows of a record depend on the rest of its call."""
+    if record.sum_over_tokens:
+        yield "the loss is a sum over all tokens"
+    if record.lm_head is not None:
+        yield "lm_head: the sums of XLA's products of a block of tokens depend on their number"
+
+
 def implementations() -> tuple[Implementation, ...]:
     """Returns the implementation, which also serves CPUs if Triton's interpreter is enabled."""
     return (
@@ -40,5 +48,7 @@ def implementations() -> tuple[Implementation, ...]:
             gradients=frozenset({"inputs", "lm_head", "lm_head_bias"}),
             requires=triton_requires(handles=HANDLES, extra_reasons=extra_reasons),
             config=ConfigSpace.of(config, forward=config.LossTiles),
+            invariant_to=frozenset({"batch"}),
+            invariance_limits=invariance_limits,
         ),
     )

@@ -3,9 +3,10 @@
 import dataclasses
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.cross_entropy import CrossEntropy, vocabulary
+from ejkernel.families.cross_entropy import FAMILY, CrossEntropy, vocabulary
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
+from ejkernel.planning.fixed_sizes import with_fixed_sizes
 from ejkernel_triton.launch import is_interpreting
 from ejkernel_triton.sizes import pad_to_power_of_two, require_powers_of_two
 
@@ -59,6 +60,11 @@ def heuristic(record: CrossEntropy, device: DeviceInfo, direction: Direction) ->
         return LossTiles(block_t=min(tokens, 24), block_v=min(32, pad_to_power_of_two(entries)), num_warps=1)
     block_v, num_warps = tile_of_entries(entries, itemsize, device)
     return LossTiles(block_t=block_tokens(tokens, entries * itemsize), block_v=block_v, num_warps=num_warps)
+
+
+def batch_invariant(record: CrossEntropy, device: DeviceInfo, direction: Direction) -> LossTiles:
+    """Returns the sizes for all calls in a `batch_invariant` block."""
+    return heuristic(with_fixed_sizes(record, FAMILY.axes_of(record), {"t": TOKEN_MULTIPLE}), device, direction)
 
 
 def tile_of_entries(entries: int, itemsize: int, device: DeviceInfo) -> tuple[int, int]:

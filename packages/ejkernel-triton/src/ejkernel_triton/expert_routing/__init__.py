@@ -26,5 +26,6 @@ def implementations() -> tuple[Implementation, ...]:
             forward="expert_routing.forward:forward",
             requires=triton_requires(handles=(), extra_reasons=_refusal_reasons),
             config=ConfigSpace.of(config, forward=config.RoutingTiles),
+            invariant_to=frozenset({"batch"}),
         ),
     )

@@ -2,9 +2,10 @@
 
 import dataclasses
 
-from ejkernel.families.expert_routing import ExpertRouting
+from ejkernel.families.expert_routing import FAMILY, ExpertRouting
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
+from ejkernel.planning.fixed_sizes import with_fixed_sizes
 from ejkernel_triton.launch import is_interpreting
 from ejkernel_triton.sizes import pad_to_power_of_two, require_powers_of_two
 
@@ -39,6 +40,15 @@ def heuristic(record: ExpertRouting, device: DeviceInfo, direction: Direction) -
     warps, warp_size = 4, 64 if device.vendor == "amd" else 32
     block_t = warps * warp_size * LOGITS_PER_THREAD // pad_to_power_of_two(record.logits.shape[1])
     return RoutingTiles(block_t=max(1, min(64, block_t, pad_to_power_of_two(record.logits.shape[0]))), num_warps=warps)
+
+
+FIXED_TOKENS = 64
+"""Tokens of the call whose configuration serves all calls in a `batch_invariant` block."""
+
+
+def batch_invariant(record: ExpertRouting, device: DeviceInfo, direction: Direction) -> RoutingTiles:
+    """Returns the tiles for all calls in a `batch_invariant` block."""
+    return heuristic(with_fixed_sizes(record, FAMILY.axes_of(record), {"t": FIXED_TOKENS}), device, direction)
 
 
 def candidates(record: ExpertRouting, device: DeviceInfo, direction: Direction) -> tuple[RoutingTiles, ...]:

@@ -31,5 +31,6 @@ def implementations() -> tuple[Implementation, ...]:
             gradients=frozenset({"lhs", "rhs", "rhs_bias"}),
             requires=triton_requires(handles=HANDLED_FIELDS, extra_reasons=_refusal_reasons),
             config=ConfigSpace.of(config, forward=config.GatedTiles, backward=GroupedBackward),
+            invariant_to=frozenset({"batch"}),
         ),
     )

@@ -3,12 +3,13 @@
 import dataclasses
 from typing import Any
 
-from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul, as_grouped_matmul
+from ejkernel.families.gated_grouped_matmul import FAMILY, GatedGroupedMatmul, as_grouped_matmul
 from ejkernel.families.grouped_matmul import product_sum_dtype
 from ejkernel.families.grouped_matmul.kinds import average_rows_per_group
 from ejkernel.ops.chips import KIBI, Gpu, gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
+from ejkernel.planning.fixed_sizes import with_fixed_sizes
 from ejkernel_triton.grouped_matmul import config as grouped_config
 from ejkernel_triton.grouped_matmul.config import GroupedForward, TileChoice
 from ejkernel_triton.launch import ShapeDtype, is_interpreting
@@ -57,6 +58,14 @@ FLOAT32_TILES = (TileChoice(64, 32, 32, 4, 3), TileChoice(32, 32, 32, 4, 3))
 def heuristic(record: GatedGroupedMatmul, device: DeviceInfo, direction: Direction) -> GatedTiles | GroupedForward:
     """Returns the default tiles for a record on a device."""
     return candidates(record, device, direction)[0]
+
+
+def batch_invariant(
+    record: GatedGroupedMatmul, device: DeviceInfo, direction: Direction
+) -> GatedTiles | GroupedForward:
+    """Returns the tiles for all calls in a `batch_invariant` block."""
+    rows = grouped_config.FIXED_ROWS_PER_GROUP * record.group_sizes.shape[0]
+    return heuristic(with_fixed_sizes(record, FAMILY.axes_of(record), {"m": rows}), device, direction)
 
 
 def candidates(

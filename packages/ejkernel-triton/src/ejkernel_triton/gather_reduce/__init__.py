@@ -15,5 +15,6 @@ def implementations() -> tuple[Implementation, ...]:
             gradients=frozenset({"rows", "weights"}),
             requires=triton_requires(handles={"weights"}),
             config=ConfigSpace.of(config, forward=config.GatherTiles),
+            invariant_to=frozenset({"batch"}),
         ),
     )

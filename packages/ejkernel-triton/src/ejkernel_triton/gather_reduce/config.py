@@ -2,9 +2,10 @@
 
 import dataclasses
 
-from ejkernel.families.gather_reduce import GatherReduce
+from ejkernel.families.gather_reduce import FAMILY, GatherReduce
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
+from ejkernel.planning.fixed_sizes import with_fixed_sizes
 from ejkernel_triton.launch import is_interpreting
 from ejkernel_triton.sizes import pad_to_power_of_two, require_powers_of_two
 
@@ -58,6 +59,17 @@ def heuristic(record: GatherReduce, device: DeviceInfo, direction: Direction) ->
         block_d=max(16, min(channels, num_warps * warp_size * elements_per_load)),
         num_warps=num_warps,
         scatter=scatter,
+    )
+
+
+FIXED_ROWS = 4096
+"""Tokens and rows of the call whose configuration serves all calls in a `batch_invariant` block."""
+
+
+def batch_invariant(record: GatherReduce, device: DeviceInfo, direction: Direction) -> GatherTiles:
+    """Returns the tiles for all calls in a `batch_invariant` block."""
+    return heuristic(
+        with_fixed_sizes(record, FAMILY.axes_of(record), {"t": FIXED_ROWS, "m": FIXED_ROWS}), device, direction
     )
 
 

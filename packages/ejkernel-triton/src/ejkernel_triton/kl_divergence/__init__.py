@@ -26,6 +26,7 @@ def implementations() -> tuple[Implementation, ...]:
             gradients=frozenset({"student"}),
             requires=triton_requires(handles=(), extra_reasons=extra_reasons),
             config=ConfigSpace.of(config, forward=config.DivergenceTiles),
+            invariant_to=frozenset({"batch"}),
             # The backward pass reads the log-sum-exps and the divergences of the forward pass.
             paired=True,
         ),

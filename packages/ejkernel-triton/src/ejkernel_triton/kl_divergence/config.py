@@ -2,9 +2,10 @@
 
 import dataclasses
 
-from ejkernel.families.kl_divergence import KLDivergence
+from ejkernel.families.kl_divergence import FAMILY, KLDivergence
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
+from ejkernel.planning.fixed_sizes import with_fixed_sizes
 from ejkernel_triton.cross_entropy.config import tile_of_entries
 from ejkernel_triton.launch import is_interpreting
 from ejkernel_triton.sizes import pad_to_power_of_two, require_powers_of_two
@@ -38,6 +39,11 @@ def heuristic(record: KLDivergence, device: DeviceInfo, direction: Direction) ->
     block_v, num_warps = tile_of_entries(entries, itemsize, device)
     # Two arrays take the registers of one tile.
     return DivergenceTiles(block_v=max(1, block_v // 2), num_warps=num_warps)
+
+
+def batch_invariant(record: KLDivergence, device: DeviceInfo, direction: Direction) -> DivergenceTiles:
+    """Returns the tile for all calls in a `batch_invariant` block."""
+    return heuristic(with_fixed_sizes(record, FAMILY.axes_of(record), {"t": 1}), device, direction)
 
 
 def candidates(record: KLDivergence, device: DeviceInfo, direction: Direction) -> tuple[DivergenceTiles, ...]:

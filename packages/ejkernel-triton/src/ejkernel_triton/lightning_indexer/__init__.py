@@ -51,6 +51,8 @@ def implementations() -> tuple[Implementation, ...]:
                 extra_reasons=_refusal_reasons,
             ),
             config=ConfigSpace.of(config, forward=config.IndexerTiles),
+            invariant_to=frozenset({"batch", "padding", "chunking"}),
+            invariant_priority=10,
             cases="ejkernel_triton.lightning_indexer.cases:cases",
         ),
     )

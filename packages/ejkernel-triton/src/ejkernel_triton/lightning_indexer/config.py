@@ -3,10 +3,11 @@
 import dataclasses
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.lightning_indexer import LightningIndexer
+from ejkernel.families.lightning_indexer import FAMILY, LightningIndexer
 from ejkernel.ops.chips import KIBI, Gpu, gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
+from ejkernel.planning.fixed_sizes import with_fixed_sizes
 from ejkernel_triton.launch import is_interpreting
 from ejkernel_triton.shrink import shrink_until_it_fits
 from ejkernel_triton.sizes import pad_to_dot_size, pad_to_power_of_two, require_powers_of_two
@@ -83,6 +84,19 @@ PUBLIC_FIELDS = {"block_q": "block_q", "block_k": "block_kv"}
 def heuristic(record: LightningIndexer, device: DeviceInfo, direction: Direction) -> IndexerTiles:
     """Returns the default tiles for a record on a device."""
     return candidates(record, device, direction)[0]
+
+
+FIXED_LENGTH = 4096
+"""Queries and keys of the call whose configuration serves all calls in a `batch_invariant` block."""
+
+
+def batch_invariant(record: LightningIndexer, device: DeviceInfo, direction: Direction) -> IndexerTiles:
+    """Returns the tiles for all calls in a `batch_invariant` block."""
+    return heuristic(
+        with_fixed_sizes(record, FAMILY.axes_of(record), {"b": 1, "t": FIXED_LENGTH, "s": FIXED_LENGTH}),
+        device,
+        direction,
+    )
 
 
 def candidates(record: LightningIndexer, device: DeviceInfo, direction: Direction) -> tuple[IndexerTiles, ...]:

@@ -41,5 +41,7 @@ def implementations() -> tuple[Implementation, ...]:
                 handles=("zeros", "tensor_scale", "transpose", "precision"), extra_reasons=_refusal_reasons
             ),
             config=ConfigSpace.of(config, forward=config.QuantizedTiles),
+            invariant_to=frozenset({"batch"}),
+            invariant_priority=10,
         ),
     )

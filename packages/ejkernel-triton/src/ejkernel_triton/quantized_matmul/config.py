@@ -4,10 +4,11 @@ import dataclasses
 from typing import Any
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.quantized_matmul import QuantizedMatmul
+from ejkernel.families.quantized_matmul import FAMILY, QuantizedMatmul
 from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
+from ejkernel.planning.fixed_sizes import with_fixed_sizes
 from ejkernel_triton.launch import is_interpreting
 
 
@@ -46,6 +47,15 @@ TARGET_PROGRAMS_PER_SM = 4
 def heuristic(record: QuantizedMatmul, device: DeviceInfo, direction: Direction) -> QuantizedTiles:
     """Returns tiles for a record on a device, chosen by rule."""
     return candidates(record, device, direction)[0]
+
+
+FIXED_ROWS = 64
+"""Rows of the call whose configuration serves all calls in a `batch_invariant` block."""
+
+
+def batch_invariant(record: QuantizedMatmul, device: DeviceInfo, direction: Direction) -> QuantizedTiles:
+    """Returns the tiles for all calls in a `batch_invariant` block."""
+    return heuristic(with_fixed_sizes(record, FAMILY.axes_of(record), {"m": FIXED_ROWS}), device, direction)
 
 
 def candidates(record: QuantizedMatmul, device: DeviceInfo, direction: Direction) -> tuple[QuantizedTiles, ...]:

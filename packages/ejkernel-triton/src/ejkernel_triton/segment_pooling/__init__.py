@@ -15,5 +15,6 @@ def implementations() -> tuple[Implementation, ...]:
             gradients=frozenset({"values"}),
             requires=triton_requires(handles={"lengths", "ranges"}),
             config=ConfigSpace.of(config, forward=config.PoolingForward, backward=config.PoolingBackward),
+            invariant_to=frozenset({"batch", "padding"}),
         ),
     )

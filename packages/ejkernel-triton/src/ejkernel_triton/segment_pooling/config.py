@@ -91,6 +91,25 @@ def heuristic(record: SegmentPooling, device: DeviceInfo, direction: Direction) 
     )
 
 
+FIXED_BLOCK_TOKENS = 256
+"""Tokens per block of calls in a `batch_invariant` block, whose pools are not longer."""
+
+
+def batch_invariant(
+    record: SegmentPooling, device: DeviceInfo, direction: Direction
+) -> PoolingForward | PoolingBackward:
+    """Returns the tiles for all calls in a `batch_invariant` block, in which no pool crosses blocks of tokens."""
+    tiles = heuristic(record, device, direction)
+    if isinstance(tiles, PoolingBackward):
+        return tiles
+    pools_per_block = max(1, FIXED_BLOCK_TOKENS // record.chunk_size)
+    return dataclasses.replace(
+        tiles,
+        tokens_per_block=pools_per_block * record.chunk_size,
+        block_t=min(8, pad_to_power_of_two(record.chunk_size)),
+    )
+
+
 def _tokens_per_block(programs_per_block: int, tokens: int, device: DeviceInfo, programs_per_sm: int) -> int:
     """Returns the tokens per block that fill one wave of programs, or several equal ones.
 

@@ -53,5 +53,6 @@ def implementations() -> tuple[Implementation, ...]:
             config=ConfigSpace.of(
                 config, forward=config.SelectedForward, backward=config.SelectedBackward, kind=config.tuned_table_key
             ),
+            invariant_to=frozenset({"batch", "padding", "chunking"}),
         ),
     )

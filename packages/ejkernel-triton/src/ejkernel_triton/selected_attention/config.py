@@ -7,10 +7,11 @@ with many query heads per KV head.
 import dataclasses
 from typing import Any
 
-from ejkernel.families.selected_attention import SelectedAttention, blocks_per_query
+from ejkernel.families.selected_attention import FAMILY, SelectedAttention, blocks_per_query
 from ejkernel.ops.chips import KIBI, Gpu, gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
+from ejkernel.planning.fixed_sizes import with_fixed_sizes
 from ejkernel_triton.launch import is_interpreting
 from ejkernel_triton.sizes import pad_to_dot_size, pad_to_power_of_two
 
@@ -103,6 +104,13 @@ def heuristic(
 ) -> SelectedForward | SelectedBackward:
     """Returns the default tile sizes for a record on a device, not measured."""
     return candidates(record, device, direction)[0]
+
+
+def batch_invariant(
+    record: SelectedAttention, device: DeviceInfo, direction: Direction
+) -> SelectedForward | SelectedBackward:
+    """Returns the tile sizes for all calls in a `batch_invariant` block."""
+    return heuristic(with_fixed_sizes(record, FAMILY.axes_of(record), {"b": 1, "t": 1}), device, direction)
 
 
 def candidates(

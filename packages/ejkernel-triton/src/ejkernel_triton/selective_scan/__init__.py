@@ -24,6 +24,7 @@ def implementations() -> tuple[Implementation, ...]:
                 extra_reasons=decode.scan_refusal_reasons,
             ),
             config=ConfigSpace.of(config, forward=config.ScanForward, backward=config.ScanBackward),
+            invariant_to=frozenset({"batch", "padding", "packing", "chunking"}),
         ),
         *decode.implementations(),
     )

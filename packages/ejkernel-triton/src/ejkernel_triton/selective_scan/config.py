@@ -4,10 +4,11 @@ import dataclasses
 from typing import Any
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.selective_scan import TOKENS_PER_STORED_STATE, SelectiveScan
+from ejkernel.families.selective_scan import FAMILY, TOKENS_PER_STORED_STATE, SelectiveScan
 from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
+from ejkernel.planning.fixed_sizes import with_fixed_sizes
 from ejkernel_triton.launch import is_interpreting
 
 
@@ -88,6 +89,11 @@ def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -
     return ScanForward(
         block_e=block_e, block_t=block_t, splits=splits, num_warps=1, bc_prefetch_distance=prefetch_tokens
     )
+
+
+def batch_invariant(record: SelectiveScan, device: DeviceInfo, direction: Direction) -> ScanForward | ScanBackward:
+    """Returns the tiles for all calls in a `batch_invariant` block: those of one token, which is not split."""
+    return heuristic(with_fixed_sizes(record, FAMILY.axes_of(record), {"t": 1}), device, direction)
 
 
 def candidates(

@@ -46,5 +46,7 @@ def implementations() -> tuple[Implementation, ...]:
                 extra_reasons=shared_memory_refusal_reasons,
             ),
             config=ConfigSpace.of(config, forward=config.SparseForward, backward=config.SparseBackward),
+            invariant_to=frozenset({"batch", "padding", "chunking"}),
+            invariant_priority=10,
         ),
     )

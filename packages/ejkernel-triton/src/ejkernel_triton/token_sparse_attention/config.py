@@ -4,10 +4,11 @@ import dataclasses
 import functools
 from typing import Any
 
-from ejkernel.families.token_sparse_attention import TokenSparseAttention
+from ejkernel.families.token_sparse_attention import FAMILY, TokenSparseAttention
 from ejkernel.ops.chips import KIBI, Gpu, gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
+from ejkernel.planning.fixed_sizes import with_fixed_sizes
 from ejkernel_triton.launch import is_interpreting
 from ejkernel_triton.shrink import shrink_until_it_fits
 from ejkernel_triton.sizes import pad_to_dot_size, pad_to_power_of_two, require_powers_of_two
@@ -78,6 +79,13 @@ PUBLIC_FIELDS = {"block_k": "block_kv", "num_warps": "num_warps", "num_stages": 
 def heuristic(record: TokenSparseAttention, device: DeviceInfo, direction: Direction) -> SparseForward | SparseBackward:
     """Returns the default tile sizes for a record on a device, not measured."""
     return candidates(record, device, direction)[0]
+
+
+def batch_invariant(
+    record: TokenSparseAttention, device: DeviceInfo, direction: Direction
+) -> SparseForward | SparseBackward:
+    """Returns the tile sizes for all calls in a `batch_invariant` block."""
+    return heuristic(with_fixed_sizes(record, FAMILY.axes_of(record), {"b": 1, "t": 1}), device, direction)
 
 
 def candidates(

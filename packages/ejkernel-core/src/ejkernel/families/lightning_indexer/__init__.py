@@ -26,6 +26,12 @@ __all__ = [
     "take_keys",
 ]
 
+
+def invariances(record: LightningIndexer) -> frozenset[str]:
+    """Returns what the rows of a record may depend on; `pages` is included only if there are pages."""
+    return frozenset({"batch", "padding", "chunking", *(("pages",) if record.block_tables is not None else ())})
+
+
 FAMILY = Family(
     name="lightning_indexer",
     record=LightningIndexer,
@@ -34,4 +40,5 @@ FAMILY = Family(
     # Each shard is a separate call: `key_starts` and `key_ends` are split with the queries, and all keys are present.
     shardable="bt",
     reference=reference,
+    invariances=invariances,
 )

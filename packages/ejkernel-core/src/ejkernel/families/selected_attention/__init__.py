@@ -112,6 +112,13 @@ AXES = {
 }
 """Axis letters of all fields, except key and value, which may be pages."""
 
+
+def invariances(record: SelectedAttention) -> frozenset[str]:
+    """Returns what the rows of a record may depend on; `packing` and `pages` are included only if there are any."""
+    names = {"packing": record.q_segment_ids, "pages": record.block_tables}
+    return frozenset({"batch", "padding", "chunking", *(name for name, x in names.items() if x is not None)})
+
+
 FAMILY = Family(
     name="selected_attention",
     record=SelectedAttention,
@@ -127,4 +134,5 @@ FAMILY = Family(
     request_isolation=RequestIsolation(
         record=isolate_selected, pullback=isolate_selected_pullback, may_share_tiles=has_segments
     ),
+    invariances=invariances,
 )
