@@ -1,13 +1,13 @@
 """What a `batch_invariant` block costs, and whether rows keep their bits: on a CPU, or on the GPU that is there.
 
-    python benchmarks/library/batch_invariance.py [--quick]
+    python benchmarks/library/batch_invariance.py [--quick | --once] [NAME ...]
 
 Each call runs as dispatch chooses it, and in the block; the two take turns. Then a part of its rows runs alone in the
-block, and must have the bits that it has in the whole call. In both, kernels other than those that claim invariance may
-be chosen: the table names them.
+block, and must have the bits that it has in the whole call. The table names the kernels that dispatch chose.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import statistics
 import sys
@@ -23,20 +23,29 @@ import numpy as np
 from ejkernel import explain
 from ejkernel.modules import (
     causal_conv1d,
+    expert_routing,
     flash_attention,
     fused_cross_entropy,
+    fused_kl_divergence,
     gated_grouped_matmul,
+    gather_reduce,
     gla_attention,
     grouped_matmul,
+    lightning_indexer,
+    mean_pooling,
     page_attention,
+    quantized_matmul,
     state_space_v1,
+    token_sparse_attention,
 )
 from ejkernel.ops import batch_invariant
+from ejkernel.quantization import prepack_quantized_weights
 
 sys.path.append(str(Path(__file__).parents[1]))
 from shared.report import heading, markdown_table
 
-CALLS_PER_TURN = 5
+MIN_SECONDS, MAX_CALLS = 0.02, 20
+"""How long a turn takes at least, and the most calls in it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,182 +53,256 @@ class Measured:
     """A call and a part of its rows.
 
     Attributes:
-        label: Operation and sizes.
+        label: Sizes.
         function: The public function.
-        arrays: Its arguments.
+        arrays: Its arguments, or what `arguments` makes them of.
         part: Those of some of its rows alone.
         rows: Takes those rows of the whole call's output.
         options: Its keyword arguments.
+        arguments: Arrays -> positional and keyword arguments.
+        output: Result -> the array that is compared.
     """
 
     label: str
     function: Callable[..., Any]
     arrays: tuple[Any, ...]
     part: tuple[Any, ...]
-    rows: Callable[[Any], Any]
-    options: dict[str, Any]
+    rows: Callable[[Any], Any] = lambda output: output[-1:]
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    arguments: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] = lambda *arrays: (arrays, {})
+    output: Callable[[Any], Any] = lambda result: result
+
+    def __call__(self, *arrays: Any) -> Any:
+        arguments, named = self.arguments(*arrays)
+        return self.output(self.function(*arguments, **named, **self.options))
+
+    def chosen(self) -> str:
+        """Returns the name of the implementation."""
+        arguments, named = self.arguments(*self.arrays)
+        implementation = explain(self.function, *arguments, **named, **self.options).forward.implementation
+        return "none" if implementation is None else implementation.name
 
 
 def normal(seed: int, *shape: int, dtype: Any) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
 
 
+def rows_of_batch(
+    label: str, function: Callable[..., Any], arrays: tuple[Any, ...], shared: tuple[Any, ...] = (), **others: Any
+) -> Measured:
+    """A call whose first arrays have an axis of rows; the others belong to all rows."""
+    alone = tuple(x[-1:] for x in arrays)
+    return Measured(label, function, (*arrays, *shared), (*alone, *shared), **others)
+
+
 def dense(batch: int, queries: int, keys: int, dtype: Any) -> Measured:
-    heads, kv_heads, size = 8, 2, 64
+    heads, kv_heads, size = 8, 2, 128
     query = normal(0, batch, queries, heads, size, dtype=dtype)
     key, value = (normal(seed, batch, keys, kv_heads, size, dtype=dtype) for seed in (1, 2))
-    return Measured(
-        f"flash_attention, {batch} x {queries} queries, {keys} keys",
-        flash_attention,
-        (query, key, value),
-        (query[-1:], key[-1:], value[-1:]),
-        lambda output: output[-1:],
-        {"causal": queries > 1},
-    )
+    label = f"{batch} x {queries} queries, {keys} keys"
+    return rows_of_batch(label, flash_attention, (query, key, value), options={"causal": queries > 1})
 
 
 def paged(sequences: int, keys: int, dtype: Any) -> Measured:
-    heads, kv_heads, size, slots = 8, 2, 64, 16
+    heads, kv_heads, size, slots = 8, 2, 128, 16
     pages = sequences * keys // slots
     query = normal(0, sequences, heads, size, dtype=dtype)
     caches = tuple(normal(seed, pages, slots, kv_heads, size, dtype=dtype) for seed in (1, 2))
     tables = jax.random.permutation(jax.random.key(3), pages).astype(jnp.int32).reshape(sequences, -1)
     lengths = jnp.full(sequences, keys, jnp.int32)
     return Measured(
-        f"page_attention, {sequences} sequences of {keys} keys",
+        f"{sequences} sequences of {keys} keys",
         page_attention,
         (query, *caches, lengths, tables),
         (query[-1:], *caches, lengths[-1:], tables[-1:]),
-        lambda output: output[-1:],
-        {},
     )
 
 
-def grouped(rows: int, groups: int, dtype: Any) -> Measured:
-    contracted, columns = 512, 1024
-    lhs, rhs = normal(0, rows, contracted, dtype=dtype), normal(1, groups, contracted, columns, dtype=dtype)
-    sizes = jnp.full(groups, rows // groups, jnp.int32)
+def grouped(function: Callable[..., Any], rows: int, groups: int, matrix: tuple[int, int], dtype: Any) -> Measured:
+    lhs, rhs = normal(0, rows, matrix[0], dtype=dtype), normal(1, groups, *matrix, dtype=dtype)
+    sizes = jnp.full(groups, rows // groups, jnp.int32).at[-1].add(rows % groups)
     alone = jnp.zeros(groups, jnp.int32).at[-1].set(1)
-    return Measured(
-        f"grouped_matmul, {rows} rows, {groups} groups of {contracted} x {columns}",
-        grouped_matmul,
-        (lhs, rhs, sizes),
-        (lhs[-1:], rhs, alone),
-        lambda output: output[-1:],
-        {},
-    )
+    label = f"{rows} rows, {groups} groups of {matrix[0]} x {matrix[1]}"
+    return Measured(label, function, (lhs, rhs, sizes), (lhs[-1:], rhs, alone))
 
 
-def gated_grouped(rows: int, groups: int, dtype: Any) -> Measured:
-    call = grouped(rows, groups, dtype)
-    return dataclasses.replace(call, label=f"gated_{call.label}", function=gated_grouped_matmul)
-
-
-def rows_of_batch(
-    label: str, function: Callable[..., Any], arrays: tuple[Any, ...], shared: tuple[Any, ...] = ()
-) -> Measured:
-    """A call whose first arrays have an axis of rows; the others belong to all rows."""
-    alone = tuple(x[-1:] for x in arrays)
-    return Measured(label, function, (*arrays, *shared), (*alone, *shared), lambda output: output[-1:], {})
+def quantized(rows: int, size: int, dtype: Any) -> Measured:
+    packed, scales, zeros = prepack_quantized_weights(normal(1, size, size, dtype=jnp.float32), bits=4, group_size=64)
+    x, options = normal(0, rows, size, dtype=dtype), {"bits": 4, "group_size": 64}
+    label = f"{rows} rows, {size} x {size} of 4 bits"
+    return rows_of_batch(label, quantized_matmul, (x,), (packed, scales, zeros), options=options)
 
 
 def linear_attention(batch: int, tokens: int, dtype: Any) -> Measured:
     arrays = tuple(normal(seed, batch, tokens, 8, 64, dtype=dtype) for seed in range(3))
     gates = -jax.nn.softplus(normal(3, batch, tokens, 8, 64, dtype=dtype))
-    return rows_of_batch(f"gla_attention, {batch} x {tokens} tokens", gla_attention, (*arrays, gates))
+    return rows_of_batch(f"{batch} x {tokens} tokens", gla_attention, (*arrays, gates))
 
 
-def convolution(batch: int, tokens: int, dtype: Any) -> Measured:
-    x, weight = normal(0, batch, tokens, 512, dtype=dtype), normal(1, 512, 4, dtype=dtype)
-    return rows_of_batch(f"causal_conv1d, {batch} x {tokens} tokens of 512 channels", causal_conv1d, (x,), (weight,))
+def convolution(batch: int, tokens: int, channels: int, dtype: Any) -> Measured:
+    x, weight = normal(0, batch, tokens, channels, dtype=dtype), normal(1, channels, 4, dtype=dtype)
+    return rows_of_batch(f"{batch} x {tokens} tokens of {channels} channels", causal_conv1d, (x,), (weight,))
 
 
-def scan(batch: int, tokens: int, dtype: Any) -> Measured:
-    x, step = (normal(seed, batch, tokens, 512, dtype=dtype) for seed in (0, 1))
+def scan(batch: int, tokens: int, channels: int, dtype: Any) -> Measured:
+    x, step = (normal(seed, batch, tokens, channels, dtype=dtype) for seed in (0, 1))
     write, read = (normal(seed, batch, tokens, 16, dtype=dtype) for seed in (2, 3))
-    decay = -jnp.exp(normal(4, 512, 16, dtype=dtype))
+    decay = -jnp.exp(normal(4, channels, 16, dtype=jnp.float32))
+    return rows_of_batch(
+        f"{batch} x {tokens} tokens of {channels} channels",
+        state_space_v1,
+        (x, jnp.abs(step), write, read),
+        (decay,),
+        arguments=lambda x, step, write, read, decay: ((x, decay, write, read, None, step), {}),
+        output=lambda result: result[0],
+    )
 
-    def outputs(x: Any, step: Any, write: Any, read: Any, decay: Any) -> Any:
-        return state_space_v1(x, decay, write, read, None, jnp.abs(step))[0]
 
-    label = f"state_space_v1, {batch} x {tokens} tokens of 512 channels"
-    return rows_of_batch(label, outputs, (x, step, write, read), (decay,))
+def loss(tokens: int, entries: int, dtype: Any) -> Measured:
+    logits = normal(0, tokens, entries, dtype=dtype)
+    targets = jax.random.randint(jax.random.key(2), (tokens,), 0, entries)
+    label, options = f"{tokens} tokens of {entries} logits", {"reduction": "none"}
+    return rows_of_batch(
+        label, fused_cross_entropy, (logits, targets), options=options, output=lambda result: result.loss
+    )
 
 
-def loss(tokens: int, dtype: Any) -> Measured:
-    hidden, head = normal(0, tokens, 256, dtype=dtype), normal(1, 256, 4096, dtype=dtype)
-    targets = jax.random.randint(jax.random.key(2), (tokens,), 0, 4096)
+def loss_of_hidden(tokens: int, entries: int, dtype: Any) -> Measured:
+    hidden, head = normal(0, tokens, 256, dtype=dtype), normal(1, 256, entries, dtype=dtype)
+    targets = jax.random.randint(jax.random.key(2), (tokens,), 0, entries)
+    return rows_of_batch(
+        f"{tokens} tokens, 256 x {entries}",
+        fused_cross_entropy,
+        (hidden, targets),
+        (head,),
+        options={"reduction": "none"},
+        arguments=lambda hidden, targets, head: (
+            (None, targets),
+            {"hidden": hidden, "lm_head_weight": head},
+        ),
+        output=lambda result: result.loss,
+    )
 
-    def losses(hidden: Any, targets: Any, head: Any) -> Any:
-        return fused_cross_entropy(targets=targets, hidden=hidden, lm_head_weight=head, reduction="none").loss
 
-    label = f"fused_cross_entropy, {tokens} tokens, 256 x 4096"
-    return rows_of_batch(label, losses, (hidden, targets), (head,))
+def divergence(tokens: int, entries: int, dtype: Any) -> Measured:
+    logits = tuple(normal(seed, tokens, entries, dtype=dtype) for seed in (0, 1))
+    label, options = f"{tokens} tokens of {entries} logits", {"reduction": "none"}
+    return rows_of_batch(label, fused_kl_divergence, logits, options=options, output=lambda result: result.loss)
+
+
+def routing(tokens: int, experts: int, dtype: Any) -> Measured:
+    logits, options = normal(0, tokens, experts, dtype=dtype), {"top_k": 8}
+    label = f"8 of {experts} experts, {tokens} tokens"
+    return rows_of_batch(label, expert_routing, (logits,), options=options, output=lambda result: result[0])
+
+
+def combination(tokens: int, channels: int, dtype: Any) -> Measured:
+    rows, weights = normal(0, 8 * tokens, channels, dtype=dtype), normal(1, tokens, 8, dtype=dtype)
+    order = jax.random.permutation(jax.random.key(2), 8 * tokens).astype(jnp.int32)
+    places = jnp.argsort(order).astype(jnp.int32).reshape(tokens, 8)
+    alone = jnp.where(order // 8 == tokens - 1, order % 8, -1)[:, None]
+    return Measured(
+        f"8 rows of {channels} a token, {tokens} tokens",
+        gather_reduce,
+        (rows, places, order[:, None], weights),
+        (rows, places[-1:], alone, weights[-1:]),
+    )
+
+
+def sparse(batch: int, queries: int, keys: int, dtype: Any) -> Measured:
+    query, key, value = (
+        normal(n, batch, t, h, 128, dtype=dtype) for n, t, h in ((0, queries, 16), (1, keys, 1), (2, keys, 1))
+    )
+    listed = jax.random.randint(jax.random.key(3), (batch, queries, 512), 0, keys, jnp.int32)
+    label = f"{batch} x {queries} queries, 512 of {keys} keys"
+    return rows_of_batch(label, token_sparse_attention, (query, key, value, listed))
+
+
+def indexer(batch: int, queries: int, keys: int, dtype: Any) -> Measured:
+    query, key = normal(0, batch, queries, 16, 128, dtype=dtype), normal(1, batch, keys, 128, dtype=dtype)
+    arrays = (query, key, normal(2, batch, queries, 16, dtype=dtype))
+    label, options = f"{batch} x {queries} queries, 512 of {keys} keys", {"top_k": 512, "causal": False}
+    return rows_of_batch(label, lightning_indexer, arrays, options=options, output=lambda result: result[1])
+
+
+def pooling(batch: int, tokens: int, dtype: Any) -> Measured:
+    x = normal(0, batch, tokens, 8, 128, dtype=dtype)
+    return rows_of_batch(f"{batch} x {tokens} tokens in pools of 32", mean_pooling, (x,), options={"chunk_size": 32})
 
 
 def calls(quick: bool) -> Iterator[Measured]:
-    is_gpu = jax.default_backend() == "gpu"
-    dtype, scale = (jnp.bfloat16, 8) if is_gpu and not quick else (jnp.float32, 1)
-    length = 256 if quick else 1024 * min(scale, 4)
-    yield dense(scale, length, length, dtype)
-    yield dense(4 * scale, 1, length, dtype)
-    yield paged(4 * scale, length, dtype)
-    yield grouped(2 * length * scale, 8, dtype)
-    yield grouped(16, 8, dtype)
-    yield gated_grouped(2 * length * scale, 8, dtype)
-    yield linear_attention(scale, length, dtype)
-    yield linear_attention(16 * scale, 1, dtype)
-    yield scan(scale, length, dtype)
-    yield scan(16 * scale, 1, dtype)
-    yield convolution(scale, length, dtype)
-    yield loss(length, dtype)
+    large = jax.default_backend() == "gpu" and not quick
+    dtype, batch, decoding = (jnp.bfloat16, 8, 64) if large else (jnp.float32, 1, 16)
+    length, channels, entries = (4096, 4096, 32768) if large else (256 if quick else 1024, 512, 4096)
+    groups, matrix = (128, (2048, 1536)) if large else (8, (512, 1024))
+    yield dense(batch, length, length, dtype)
+    yield dense(decoding, 1, length, dtype)
+    yield paged(decoding, length, dtype)
+    for rows in (batch * length, decoding):
+        yield grouped(grouped_matmul, rows, groups, matrix, dtype)
+        yield grouped(gated_grouped_matmul, rows, groups, matrix, dtype)
+    for rows in (length, decoding, 1):
+        yield quantized(rows, channels, dtype)
+    for rows, tokens in ((1, length), (decoding, 1)):
+        yield linear_attention(rows, tokens, dtype)
+    for rows, tokens in ((batch, length), (decoding, 1)):
+        yield scan(rows, tokens, channels, dtype)
+        yield convolution(rows, tokens, channels, dtype)
+    yield loss(length, entries, dtype)
+    yield loss_of_hidden(length, entries, dtype)
+    yield divergence(length, entries, dtype)
+    for tokens in (length, decoding):
+        yield routing(tokens, 128, dtype)
+        yield combination(tokens, channels, dtype)
+    for rows, queries in ((1, length), (decoding, 1)):
+        yield sparse(rows, queries, length, dtype)
+        yield indexer(rows, queries, length, dtype)
+    yield pooling(batch, length, dtype)
 
 
-def chosen(call: Measured) -> str:
-    if call.function.__name__ in ("outputs", "losses"):  # not a public function, which `explain` wants
-        return "xla"
-    implementation = explain(call.function, *call.arrays, **call.options).forward.implementation
-    return "none" if implementation is None else implementation.name
-
-
-def seconds(function: Callable[..., Any], arrays: tuple[Any, ...]) -> float:
-    start = time.perf_counter()
-    for _ in range(CALLS_PER_TURN):
+def seconds(function: Callable[..., Any], arrays: tuple[Any, ...], count: int) -> float:
+    start, result = time.perf_counter(), None
+    for _ in range(count):
         result = function(*arrays)
     jax.block_until_ready(result)
-    return (time.perf_counter() - start) / CALLS_PER_TURN
+    return (time.perf_counter() - start) / count
 
 
 def row_of(call: Measured, turns: int) -> tuple[str, ...]:
-    """A line of the table.
-
-    Raises:
-        AssertionError: The rows have other bits alone.
-    """
-    run = jax.jit(lambda *arrays: call.function(*arrays, **call.options))
-    outside, inside, names = [], [], [chosen(call)]
+    """A line of the table."""
+    run = jax.jit(lambda *arrays: call(*arrays))
+    label, names = f"{call.function.__name__}, {call.label}", [call.chosen()]
     with batch_invariant():
-        names.append(chosen(call))
-        together, alone = call.rows(run(*call.arrays)), run(*call.part)
-    np.testing.assert_array_equal(np.asarray(together, np.float32), np.asarray(alone, np.float32), strict=True)
+        names.append(call.chosen())
+        if names[1] == "none":
+            return (label, names[0], "", "none", "", "", "refused")
+        together, alone = (np.asarray(x, np.float32) for x in (call.rows(run(*call.arrays)), run(*call.part)))
+    differing = int((together != alone).sum())
     jax.block_until_ready(run(*call.arrays))
+    times: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(turns):
-        outside.append(seconds(run, call.arrays))
-        with batch_invariant():
-            inside.append(seconds(run, call.arrays))
-    usual, fixed = (1e3 * statistics.median(times) for times in (outside, inside))
-    return (call.label, names[0], f"{usual:.3f}", names[1], f"{fixed:.3f}", f"{fixed / usual:.2f}", "the same")
+        for inside, found in times.items():
+            count = max(1, min(MAX_CALLS, round(MIN_SECONDS / found[0]))) if found else 1
+            with batch_invariant() if inside else contextlib.nullcontext():
+                found.append(seconds(run, call.arrays, count))
+    usual, fixed = (1e3 * statistics.median(found[1:] or found) for found in times.values())
+    bits = f"{differing} of {alone.size} differ" if differing else "the same"
+    return (label, names[0], f"{usual:.3f}", names[1], f"{fixed:.3f}", f"{fixed / usual:.2f}", bits)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="operations (all)")
     parser.add_argument("--quick", action="store_true", help="small sizes, few repeats")
-    quick = parser.parse_args().quick
+    parser.add_argument("--once", action="store_true", help="a single repeat, for the bits")
+    options = parser.parse_args()
     print(heading())
     columns = ("call", "as chosen", "ms", "in the block", "ms", "times", "bits of a row alone")
     print(markdown_table(columns, ()))
-    for call in calls(quick):
-        print("| " + " | ".join(row_of(call, 3 if quick else 15)) + " |", flush=True)
+    for call in calls(options.quick):
+        if not options.names or call.function.__name__ in options.names:
+            row = row_of(call, 1 if options.once else 4 if options.quick else 12)
+            print("| " + " | ".join(row) + " |", flush=True)
 
 
 if __name__ == "__main__":
