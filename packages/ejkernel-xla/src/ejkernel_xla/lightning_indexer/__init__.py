@@ -6,5 +6,12 @@ from ejkernel_xla.lightning_indexer import config
 from ejkernel_xla.registration import xla_implementation
 
 IMPLEMENTATIONS = (
-    xla_implementation(FAMILY, config=ConfigSpace.of(config, forward=config.IndexerTiles), symbolic=False),
+    xla_implementation(
+        FAMILY,
+        config=ConfigSpace.of(
+            config, forward=config.IndexerTiles, fixed_if_invariant=("whole_rows", "batch_invariant")
+        ),
+        symbolic=False,
+        invariant_to=frozenset({"batch", "padding", "chunking", "pages"}),
+    ),
 )

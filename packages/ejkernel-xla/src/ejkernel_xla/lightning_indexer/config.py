@@ -6,6 +6,7 @@ from typing import Any
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.lightning_indexer import LightningIndexer, num_keys
 from ejkernel.ops.params import Direction
+from ejkernel_xla.fixed_tiles import TILE_ROWS
 from ejkernel_xla.query_tiles import MAX_NUMBERS_PER_STEP
 from ejkernel_xla.sizes import check_positive
 
@@ -28,11 +29,13 @@ class IndexerTiles:
         block_k: Keys per tile of the forward pass; the backward pass reads the selected keys.
         whole_rows: Whether the forward pass keeps all scores of a tile of queries, and sorts them once. Else a sort
             merges each tile of keys into the selection so far.
+        batch_invariant: Whether all tiles have these sizes, and each batch row is computed alone.
     """
 
     block_q: int
     block_k: int
     whole_rows: bool = False
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         check_positive(self)
@@ -43,8 +46,8 @@ PUBLIC_FIELDS = {"block_q": "block_q", "block_k": "block_k"}
 
 
 def sizes(record: LightningIndexer, config: IndexerTiles) -> tuple[int, int]:
-    """Returns queries and keys per tile, no more than there are; keys fill whole blocks."""
-    block_k = min(config.block_k, num_keys(record))
+    """Returns queries and keys per tile, no more than there are unless sizes are fixed; keys fill whole blocks."""
+    block_k = config.block_k if config.batch_invariant else min(config.block_k, num_keys(record))
     return min(config.block_q, record.query.shape[1]), cdiv(block_k, record.block_size) * record.block_size
 
 
@@ -53,6 +56,11 @@ def heuristic(record: LightningIndexer, device: Any, direction: Direction) -> In
     if direction == "forward" and device.platform == "gpu":
         return _whole_rows(record)
     return _largest_tiles_that_fit(record, direction, max(MIN_BLOCK_K, record.top_k * record.block_size))
+
+
+def batch_invariant(record: LightningIndexer, device: Any, direction: Direction) -> IndexerTiles:
+    """Returns the tiles of all calls in a `batch_invariant` block."""
+    return IndexerTiles(block_q=TILE_ROWS, block_k=MIN_BLOCK_K, batch_invariant=True)
 
 
 def candidates(record: LightningIndexer, device: Any, direction: Direction) -> tuple[IndexerTiles, ...]:

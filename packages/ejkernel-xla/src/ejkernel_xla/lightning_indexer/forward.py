@@ -8,12 +8,19 @@ from jax import lax
 
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.expert_routing import order_preserving_integers
-from ejkernel.families.lightning_indexer import LightningIndexer, TopKeyIndicesAndScores, accumulator, num_keys, rectify
+from ejkernel.families.lightning_indexer import (
+    LightningIndexer,
+    TopKeyIndicesAndScores,
+    accumulator,
+    axes,
+    num_keys,
+    rectify,
+)
 from ejkernel.planning.precision import product_precision
 from ejkernel_xla.lightning_indexer.config import IndexerTiles, sizes
 from ejkernel_xla.lightning_indexer.kernels import running_top_k
 from ejkernel_xla.lightning_indexer.plan import RowKeys, load_tile, row_keys
-from ejkernel_xla.query_tiles import join_tiles, split_into_tiles
+from ejkernel_xla.query_tiles import QueryTile, forward_in_query_tiles, join_tiles, split_into_tiles
 
 
 def forward(record: LightningIndexer, config: IndexerTiles) -> tuple[TopKeyIndicesAndScores, tuple[()]]:
@@ -31,6 +38,15 @@ def forward(record: LightningIndexer, config: IndexerTiles) -> tuple[TopKeyIndic
     if not record.query.size or not record.key.size or not num_keys(record):
         shape = (rows, tokens, record.top_k)
         return (jnp.full(shape, -1, jnp.int32), jnp.full(shape, -jnp.inf, dtype)), ()
+    if config.batch_invariant:
+        tile = QueryTile(block_q=config.block_q)
+        return forward_in_query_tiles(lambda x, _: _selected_keys(x, config), record, axes(record), tile, 1), ()
+    return _selected_keys(record, config), ()
+
+
+def _selected_keys(record: LightningIndexer, config: IndexerTiles) -> TopKeyIndicesAndScores:
+    """Returns indices and scores of a record with queries and keys."""
+    rows, tokens = record.query.shape[:2]
     bounds = (jnp.broadcast_to(x, (rows, tokens)) for x in (record.key_starts, record.key_ends))
     queries, tables = (record.query, record.weights, *bounds), record.block_tables
     _, block_k = sizes(record, config)
@@ -40,7 +56,7 @@ def forward(record: LightningIndexer, config: IndexerTiles) -> tuple[TopKeyIndic
             key, scales, *queries = arrays
             return _row(tuple(queries), row_keys(key, scales, None, record, block_k), record, config)
 
-        return lax.map(row, (record.key, record.key_scales, *queries)), ()
+        return lax.map(row, (record.key, record.key_scales, *queries))
     slots = record.key.reshape(-1, record.key.shape[2])
     scales = None if record.key_scales is None else record.key_scales.reshape(-1)
 
@@ -48,7 +64,7 @@ def forward(record: LightningIndexer, config: IndexerTiles) -> tuple[TopKeyIndic
         table, *queries = arrays
         return _row(tuple(queries), row_keys(slots, scales, table, record, block_k), record, config)
 
-    return lax.map(row_over_pages, (tables, *queries)), ()
+    return lax.map(row_over_pages, (tables, *queries))
 
 
 def _row(

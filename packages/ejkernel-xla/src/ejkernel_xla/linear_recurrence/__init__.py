@@ -11,7 +11,7 @@ IMPLEMENTATIONS = (
         config=ConfigSpace.of(
             config, forward=config.RecurrenceChunk, fixed_if_invariant=("chunk_size", "batch_invariant")
         ),
-        invariant_to=frozenset({"batch", "padding", "chunking"}),
+        invariant_to=frozenset({"batch", "padding", "packing", "chunking"}),
         invariance_limits=config.invariance_limits,
     ),
 )
