@@ -95,7 +95,8 @@ def _check_case(op: Op, implementation: Implementation, case: Case, name: str) -
     for change in changes:
         changed = change.record
         if change.before is not None:
-            changed = dataclasses.replace(changed, initial_state=run(change.before)[1])
+            found = run(change.before)
+            changed = dataclasses.replace(changed, **{name: found[n] for name, n in change.states})
         _assert_same_rows(change, run(changed), outputs, f"{op.name}-{implementation.name}-{case.name}")
     return True
 

@@ -18,7 +18,7 @@ from ejkernel_conformance.query_changes import (
     changes_of_pools,
     changes_of_selections,
 )
-from ejkernel_conformance.recurrence_changes import changes_of_recurrences
+from ejkernel_conformance.recurrence_changes import changes_of_networks, changes_of_recurrences
 from ejkernel_conformance.row_changes import Change, changes_of_rows, take, whole, with_axis
 
 
@@ -255,6 +255,7 @@ CHANGES_BY_FAMILY: Mapping[str, Callable[[Family, Any], Iterator[Change]]] = {
     "selective_scan": changes_of_recurrences,
     "causal_convolution": changes_of_recurrences,
     "wkv": changes_of_recurrences,
+    "recurrent_network": changes_of_networks,
     "token_sparse_attention": changes_of_lists,
     "indexer_loss": changes_of_lists,
     "segment_pooling": changes_of_pools,

@@ -24,6 +24,27 @@ def changes_of_recurrences(family: Family, record: Any) -> Iterator[Change]:
         yield from _in_two_calls(family, record)
 
 
+def changes_of_networks(family: Family, record: Any) -> Iterator[Change]:
+    """Yields changed calls of a recurrent network, whose outputs are those of tokens, and the final states."""
+    yield from changes_of_rows(family, record)
+    directions, (tokens, lengths) = record.weight_hh.shape[1], (record.x.shape[1], record.seq_lengths)
+    states = 2 if record.cell == "lstm" else 1
+    if directions == 1 or lengths is not None:
+        x = np.pad(record.x, ((0, 0), (0, 37), (0, 0)), constant_values=1)
+        finals = ((whole, whole),) * (states if lengths is not None else 0)
+        rows = ((whole, take(np.arange(tokens), 1)), *finals)
+        yield Change("padding", "37 tokens more", dataclasses.replace(record, x=x), rows)
+    if directions > 1 or lengths is not None or tokens < 2:
+        return
+    first, last = np.arange(tokens // 3 or 1), np.arange(tokens // 3 or 1, tokens)
+    calls = [dataclasses.replace(record, x=record.x[:, at]) for at in (first, last)]
+    yield Change("chunking", "the first tokens", calls[0], ((take(first, 1), whole),))
+    names = ("initial_hidden", "initial_cell")[:states]
+    rows = ((take(last, 1), whole), *((whole, whole),) * states)
+    carried = tuple((name, n) for n, name in enumerate(names, 1))
+    yield Change("chunking", "in two calls", calls[1], rows, calls[0], carried)
+
+
 def _token_axes(family: Family, record: Any) -> dict[str, int]:
     """Returns the axis of tokens of each array that has one, except those that broadcast along it."""
     axes = {name: family.axes_of(record)[name].split() for name in array_fields(record)}

@@ -22,7 +22,8 @@ class Change:
         how: What was changed, in a few words.
         record: The changed record.
         rows: For each output that is compared, the rows in the outputs of the call, and in those of the changed call.
-        before: A record that runs first: its final states, output 1, are `record.initial_state`. None for no record.
+        before: A record that runs first, whose final states `record` begins with. None for no record.
+        states: The fields of `record` that are such states, and the outputs of `before` that they are.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Change:
     record: Any
     rows: tuple[tuple[Select, Select], ...]
     before: Any = None
+    states: tuple[tuple[str, int], ...] = (("initial_state", 1),)
 
     def __str__(self) -> str:
         return f"{self.name}, {self.how}"

@@ -19,10 +19,12 @@ class TokenBlocks:
     Attributes:
         block_t: Tokens whose inputs are multiplied at once.
         unroll: Tokens an iteration of the loop.
+        batch_invariant: Whether rows are computed in tiles of `TILE_ROWS`, one token at a time.
     """
 
     block_t: int
     unroll: int
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         check_positive(self)
@@ -36,6 +38,11 @@ def heuristic(record: RecurrentNetwork, device: Any, direction: Direction) -> To
     """Returns the blocks for a record on a device, not measured."""
     tokens = _tokens_in_cache(record, direction) if device.platform == "cpu" else record.x.shape[1]
     return TokenBlocks(block_t=max(1, tokens), unroll=1)
+
+
+def batch_invariant(record: RecurrentNetwork, device: Any, direction: Direction) -> TokenBlocks:
+    """Returns the blocks of all calls in a `batch_invariant` block: only a single token has the same sums in each."""
+    return TokenBlocks(block_t=1, unroll=1, batch_invariant=True)
 
 
 def candidates(record: RecurrentNetwork, device: Any, direction: Direction) -> tuple[TokenBlocks, ...]:

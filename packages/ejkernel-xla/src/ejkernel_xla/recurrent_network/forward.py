@@ -1,5 +1,7 @@
 """Forward pass of a recurrent network, layer by layer."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -8,11 +10,13 @@ from ejkernel.families.recurrent_network import (
     NetworkResiduals,
     RecurrentNetwork,
     State,
+    axes,
     combine_gate_inputs,
     layers_directions_and_state_size,
     stack_states,
     state_after_token,
 )
+from ejkernel_xla.fixed_tiles import TILE_ROWS, forward_in_tiles, scan_fixed
 from ejkernel_xla.recurrent_network.config import TokenBlocks
 from ejkernel_xla.recurrent_network.kernels.blocks import Blocks
 from ejkernel_xla.recurrent_network.kernels.layer import (
@@ -35,6 +39,17 @@ def forward(record: RecurrentNetwork, config: TokenBlocks) -> tuple[tuple[jax.Ar
         Output [B, T, R * H] in x's dtype; final states [L * R, B, H], and for lstm final cells, in the accumulator's;
         and the gates of every token and the states after it.
     """
+    if not config.batch_invariant or not record.x.size:
+        return _forward_of_rows(record, config)
+    states = 2 if record.cell == "lstm" else 1
+    out_axes = ((0, *(1,) * states), 1)
+    return forward_in_tiles(
+        lambda tile: _forward_of_rows(tile, config), record, axes(record), "b", block=TILE_ROWS, out_axes=out_axes
+    )
+
+
+def _forward_of_rows(record: RecurrentNetwork, config: TokenBlocks) -> tuple[tuple[jax.Array, ...], NetworkResiduals]:
+    """Returns `forward` of rows that are computed together."""
     layers, directions, _ = layers_directions_and_state_size(record)
     inputs, tokens = time_major(record.x), valid_tokens(record)
     layer_states: list[State] = []  # gates and states
@@ -77,5 +92,14 @@ def _run(at: Direction, inputs: jax.Array, config: TokenBlocks) -> tuple[State, 
 
     blocks = Blocks.of(at.record, config.block_t, at.backwards)
     parts = (blocks.cut(inputs), blocks.valid(at.record))
-    final, per_token = lax.scan(block, at.first_state(), parts, reverse=at.backwards)
+    if config.batch_invariant:
+        final, per_token = scan_fixed(block, at.first_state(), _in_reading_order(at, parts), blocks.count)
+        per_token = _in_reading_order(at, per_token)
+    else:
+        final, per_token = lax.scan(block, at.first_state(), parts, reverse=at.backwards)
     return final, tuple(map(blocks.merge, per_token))
+
+
+def _in_reading_order(at: Direction, arrays: Any) -> Any:
+    """Returns arrays with the blocks on axis 0 in the order in which they are read, or back."""
+    return jax.tree.map(lambda x: jnp.flip(x, 0), arrays) if at.backwards else arrays

@@ -72,6 +72,12 @@ def requests(record: RecurrentNetwork) -> tuple[dict[str, Any], ...]:
     return ({"b": row, "b t": np.where(np.arange(tokens) < lengths[:, None], row[:, None], PADDING)},)
 
 
+def invariances(record: RecurrentNetwork) -> frozenset[str]:
+    """Returns what the rows of a record may depend on: a network that reads backwards cannot continue a call."""
+    chunking = ("chunking",) if record.weight_hh.shape[1] == 1 else ()
+    return frozenset({"batch", "padding", *chunking})
+
+
 FAMILY = Family(
     name="recurrent_network",
     record=RecurrentNetwork,
@@ -92,4 +98,5 @@ FAMILY = Family(
     shardable="b",
     reference=reference,
     requests=requests,
+    invariances=invariances,
 )
