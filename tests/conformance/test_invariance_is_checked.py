@@ -35,6 +35,17 @@ def test_rows_that_change_with_the_batch_are_found(target, monkeypatch):
         invariance.check_invariance(target)
 
 
+def test_an_implementation_that_refuses_another_batch_is_found(target):
+    """Another one would serve the last row alone, with other bits."""
+    implementation = target.implementation
+    requires = dataclasses.replace(
+        implementation.requires, extra=lambda record: ("few rows",) if record.lhs.shape[0] < 2 else ()
+    )
+    picky = dataclasses.replace(implementation, requires=requires)
+    with pytest.raises(AssertionError, match=r"batch, one row: it serves only the first call"):
+        invariance.check_invariance(dataclasses.replace(target, implementation=picky))
+
+
 def test_a_claim_that_no_case_shows_fails(target):
     with pytest.raises(AssertionError, match=r"claims to be invariant to batch, and no case shows it"):
         invariance.check_invariance(dataclasses.replace(target, cases=()))

@@ -115,6 +115,27 @@ def test_a_claim_wants_a_known_name_and_a_rule():
     without_rule = dataclasses.replace(xla.config, batch_invariant=None)
     with pytest.raises(ValueError, match=r"wants a rule ConfigSpace\.batch_invariant"):
         dataclasses.replace(xla, config=without_rule)
+    with pytest.raises(ValueError, match="invariant_priority: 'xla' of tiled_attention has a priority for each call"):
+        dataclasses.replace(xla, priority=lambda record, device, direction: record.query.shape[0])
+
+
+def test_a_priority_that_depends_on_the_batch_does_not_choose_in_the_block(monkeypatch):
+    listed = registry().implementations["flash_attention"]
+    xla = next(i for i in listed if i.name == "xla")
+
+    def prefers_large_batches(record, device, direction):
+        return record.query.shape[0] - 3
+
+    large = dataclasses.replace(xla, name="large", priority=prefers_large_batches, invariant_priority=-1)
+    monkeypatch.setitem(registry().implementations, "flash_attention", (xla, large))
+
+    def chosen(x):
+        return explain(flash_attention, x, x, x).forward.implementation.name
+
+    large_batch = jnp.concatenate([X, X])
+    assert [chosen(x) for x in (X[:1], large_batch)] == ["xla", "large"]
+    with batch_invariant():
+        assert [chosen(x) for x in (X[:1], large_batch)] == ["xla", "xla"]
 
 
 def test_a_configuration_of_the_kernels_own_type_stays_invariant():

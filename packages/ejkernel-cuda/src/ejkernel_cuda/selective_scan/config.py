@@ -84,10 +84,11 @@ def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -
 
 
 def batch_invariant(record: SelectiveScan, device: DeviceInfo, direction: Direction) -> ScanTile | GradientTile:
-    """Returns the tile for all calls in a `batch_invariant` block: lanes decide in which order a state is summed."""
-    if direction == "backward":
-        return heuristic(record, device, direction)
-    return MEDIUM_TILE if record.x.shape[2] % CHANNEL_ALIGNMENT == 0 else ANY_CHANNELS_TILE
+    """Returns the tile for calls in a `batch_invariant` block: lanes decide in which order a state is summed, and are
+    always as many; channels of a thread have nothing in common.
+    """
+    tile = heuristic(record, device, direction)
+    return MEDIUM_TILE if tile == WIDE_TILE else tile
 
 
 def candidates(record: SelectiveScan, device: DeviceInfo, direction: Direction) -> tuple[ScanTile | GradientTile, ...]:

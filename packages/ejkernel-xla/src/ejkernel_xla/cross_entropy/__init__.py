@@ -9,7 +9,7 @@ IMPLEMENTATIONS = (
     xla_implementation(
         FAMILY,
         symbolic=False,
-        config=ConfigSpace.of(config, forward=config.LogitBlocks, fixed_if_invariant=("batch_invariant",)),
+        config=ConfigSpace.of(config, forward=config.LogitBlocks, fixed_if_invariant=("block_t", "batch_invariant")),
         invariant_to=frozenset({"batch"}),
         invariance_limits=config.invariance_limits,
     ),

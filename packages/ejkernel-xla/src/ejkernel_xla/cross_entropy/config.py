@@ -14,6 +14,9 @@ BLOCK_LOGITS = 2**26
 
 MIN_TOKENS = 128
 
+FIXED_ROWS = 512
+"""Tokens of all tiles in a `batch_invariant` block, but on a CPU, which has `TILE_ROWS`: a long product for a GPU."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogitBlocks:
@@ -50,7 +53,8 @@ def heuristic(record: CrossEntropy, device: Any, direction: Direction) -> LogitB
 
 def batch_invariant(record: CrossEntropy, device: Any, direction: Direction) -> LogitBlocks:
     """Returns the sizes for all calls in a `batch_invariant` block."""
-    return LogitBlocks(block_t=TILE_ROWS, block_v=vocabulary(record), batch_invariant=True)
+    rows = TILE_ROWS if device.platform == "cpu" else FIXED_ROWS
+    return LogitBlocks(block_t=rows, block_v=vocabulary(record), batch_invariant=True)
 
 
 def invariance_limits(record: CrossEntropy) -> Iterator[str]:

@@ -18,7 +18,7 @@ from ejkernel.types.pullback import is_differentiated
 from ejkernel_xla.cross_entropy.config import LogitBlocks
 from ejkernel_xla.cross_entropy.kernels import gradients, statistics
 from ejkernel_xla.cross_entropy.kernels.blocks import AxisSpan, loop_over_spans, replace_span, select_tokens
-from ejkernel_xla.fixed_tiles import TILE_ROWS, forward_in_tiles
+from ejkernel_xla.fixed_tiles import forward_in_tiles
 
 
 def forward(record: CrossEntropy, config: LogitBlocks) -> tuple[Any, CrossEntropyResiduals]:
@@ -33,8 +33,9 @@ def forward(record: CrossEntropy, config: LogitBlocks) -> tuple[Any, CrossEntrop
         no more logits here, and would have them made again there.
     """
     if config.batch_invariant:
-        blocks = dataclasses.replace(config, block_t=TILE_ROWS, batch_invariant=False)
-        return forward_in_tiles(lambda tile: forward(tile, blocks), record, FAMILY.axes_of(record), "t")
+        blocks = dataclasses.replace(config, batch_invariant=False)
+        axes = FAMILY.axes_of(record)
+        return forward_in_tiles(lambda tile: forward(tile, blocks), record, axes, "t", block=config.block_t)
     tokens, dtype = record.weights.shape[0], accumulator(record)
     saves_gradients = (
         record.sum_over_tokens

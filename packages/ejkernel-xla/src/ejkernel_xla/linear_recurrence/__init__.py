@@ -9,9 +9,9 @@ IMPLEMENTATIONS = (
     xla_implementation(
         FAMILY,
         config=ConfigSpace.of(
-            config, forward=config.RecurrenceChunk, fixed_if_invariant=("chunk_size", "batch_invariant")
+            config, forward=config.RecurrenceChunk, fixed_if_invariant=("chunk_size", "batch_invariant", "tile_rows")
         ),
-        invariant_to=frozenset({"batch", "padding", "packing", "chunking"}),
+        invariant_to=frozenset({"batch", "padding", "chunking"}),
         invariance_limits=config.invariance_limits,
     ),
 )

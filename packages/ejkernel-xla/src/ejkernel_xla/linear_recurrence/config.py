@@ -6,7 +6,7 @@ from typing import Any
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.ops.params import Direction
-from ejkernel_xla.fixed_tiles import symbolic_sizes_limit
+from ejkernel_xla.fixed_tiles import TILE_ROWS, symbolic_sizes_limit
 from ejkernel_xla.sizes import check_positive
 
 CHUNK_LENGTHS = (32, 64, 128)
@@ -21,11 +21,13 @@ class RecurrenceChunk:
 
     Attributes:
         chunk_size: Tokens per chunk, at most.
-        batch_invariant: Whether each row is computed alone, one token at a time.
+        batch_invariant: Whether rows are computed in tiles, one token at a time.
+        tile_rows: Rows of such a tile.
     """
 
     chunk_size: int
     batch_invariant: bool = False
+    tile_rows: int = 1
 
     def __post_init__(self) -> None:
         check_positive(self)
@@ -42,7 +44,7 @@ def heuristic(record: LinearRecurrence, device: Any, direction: Direction) -> Re
 
 def batch_invariant(record: LinearRecurrence, device: Any, direction: Direction) -> RecurrenceChunk:
     """Returns the length for all calls in a `batch_invariant` block: only a single token has the same sums in each."""
-    return RecurrenceChunk(chunk_size=1, batch_invariant=True)
+    return RecurrenceChunk(chunk_size=1, batch_invariant=True, tile_rows=1 if device.platform == "cpu" else TILE_ROWS)
 
 
 def invariance_limits(record: LinearRecurrence) -> Iterator[str]:

@@ -58,23 +58,21 @@ def forward(record: LinearRecurrence, config: RecurrenceChunk) -> tuple[tuple[ja
         return (output, token_states if record.keeps_token_states else states(record)), ()
     if not record.query.size:  # no rows
         return (_zero_outputs(record), states(record)), ()
-    if config.batch_invariant and record.cu_seqlens is not None:
-        return _forward_of_row(record, config), ()
     if config.batch_invariant:
-        return forward_in_tiles(lambda row: _forward_of_row(row, config), record, axes(record), "b", block=1), ()
+        return forward_in_tiles(
+            lambda row: _forward_of_rows(row, config), record, axes(record), "b", block=config.tile_rows
+        ), ()
     chunking = make_chunking(record, config.chunk_size)
     output, table = run_loop(chunking.count, _chunk_step(record, chunking), _initial_outputs_and_states(record))
     return (output, split_state_heads(record, table)), ()
 
 
-def _forward_of_row(record: LinearRecurrence, config: RecurrenceChunk) -> tuple[jax.Array, jax.Array]:
-    """Returns output and final states of one row, by the same program for each token of any number of them."""
+def _forward_of_rows(record: LinearRecurrence, config: RecurrenceChunk) -> tuple[jax.Array, jax.Array]:
+    """Returns output and final states of a tile, by the same program for each token of any number of them."""
     tokens = record.query.shape[1]
     record = _with_room_for_loop(record)
-    chunking = make_chunking(record, config.chunk_size, shortest=1)
-    count = tokens if record.cu_seqlens is None else chunking.count
-    start = _zero_outputs(record), state_table(record)
-    output, table = fixed_loop(count, _chunk_step(record, chunking), start)
+    start = _initial_outputs_and_states(record)
+    output, table = fixed_loop(tokens, _chunk_step(record, make_chunking(record, config.chunk_size)), start)
     return output[:, :tokens], split_state_heads(record, table)
 
 

@@ -75,7 +75,7 @@ def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) 
     return _default_tiles(record, device, BLOCK_KV)
 
 
-FIXED_STACK = 1
+FIXED_STACK = {"cpu": 1, "gpu": 64, "tpu": 64}
 """Rows in one batched product in a `batch_invariant` block."""
 
 
@@ -84,7 +84,7 @@ def batch_invariant(record: PagedAttention, device: DeviceInfo, direction: Direc
 
     With a window, the first key differs by row, and a tile of several rows would begin at that of its first row.
     """
-    return PagedTiles(block_q=1, block_kv=BLOCK_KV, stack=FIXED_STACK, batch_invariant=True)
+    return PagedTiles(block_q=1, block_kv=BLOCK_KV, stack=FIXED_STACK[device.platform], batch_invariant=True)
 
 
 def candidates(record: PagedAttention, device: DeviceInfo, direction: Direction) -> tuple[PagedTiles, ...]:

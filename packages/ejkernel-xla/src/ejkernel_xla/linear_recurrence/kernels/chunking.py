@@ -79,11 +79,8 @@ class Chunking:
         return self.bounds is None and self.real_and_start_tokens is None and self.tokens % self.length == 0
 
 
-def make_chunking(record: LinearRecurrence, length: int, shortest: int = 2) -> Chunking:
-    """Cuts a record with at least one token into chunks of at most `length` tokens.
-
-    Packed sequences of fewer than `shortest` tokens have no chunk.
-    """
+def make_chunking(record: LinearRecurrence, length: int) -> Chunking:
+    """Cuts a record with at least one token into chunks of at most `length` tokens."""
     tokens = record.query.shape[1]
     length = 2 ** (min(length, tokens).bit_length() - 1)
     roles = None if record.segment_ids is None else real_and_segment_start_tokens(record.segment_ids)
@@ -95,8 +92,8 @@ def make_chunking(record: LinearRecurrence, length: int, shortest: int = 2) -> C
     # the loop carries: "Failed to evaluate instruction ... since it depends on infeed or parameters".
     bounds = lax.optimization_barrier(record.cu_seqlens.astype(jnp.int32))
     sizes = jnp.diff(bounds)
-    last = jnp.cumsum(jnp.where(sizes >= shortest, cdiv(sizes, length), 0), dtype=jnp.int32)
-    max_chunks = tokens // length + min(bounds.shape[0] - 1, tokens // shortest)
+    last = jnp.cumsum(jnp.where(sizes > 1, cdiv(sizes, length), 0), dtype=jnp.int32)
+    max_chunks = tokens // length + min(bounds.shape[0] - 1, tokens // 2)
     return Chunking(length, tokens, max_chunks, last[-1], bounds, last, roles)
 
 

@@ -1,0 +1,49 @@
+"""Rules of `batch_invariant` blocks do not read the sizes of one batch; those of kernels in CUDA C++ are here, too."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from triton_chips import H200
+
+from ejkernel.ops.plugins import registry
+from ejkernel.planning.fixed_sizes import with_fixed_sizes
+from ejkernel_conformance.subjects import abstract_record
+
+SIZES_OF_A_BATCH = ({"b": 1, "t": 1, "m": 1}, {"b": 40, "t": 3, "m": 3}, {"b": 2, "t": 9000, "m": 9000})
+CLAIMS = {
+    f"{implementation.family}-{implementation.name}": (op_name, implementation)
+    for op_name, listed in registry().implementations.items()
+    for implementation in listed
+    if implementation.platform in ("triton", "cuda") and implementation.invariant_to
+}
+# What a sum depends on, of kernels whose other fields follow the batch.
+FIELDS = {"selective_scan-cuda": ("lanes",)}
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_one_configuration_serves_all_batches(claim):
+    op_name, implementation = CLAIMS[claim]
+    op = registry().op(op_name)
+    records = [abstract_record(op, case) for case in op.cases]
+    record = next(x for x in records if not any(implementation.invariance_limits(x)))
+    rule = implementation.config.batch_invariant
+    batches = [with_fixed_sizes(record, op.family.axes_of(record), sizes) for sizes in SIZES_OF_A_BATCH]
+    parts = [rule(x, H200, "forward") for x in batches]
+    names = FIELDS.get(claim, [field.name for field in dataclasses.fields(parts[0])])
+    assert len({tuple(getattr(part, name) for name in names) for part in parts}) == 1
+
+
+def test_hopper_multiplies_16_bits_in_tiles_that_fit_the_batch():
+    """All its tiles sum in the same steps; those of float32 do not."""
+    op = registry().op("grouped_matmul")
+    rule = CLAIMS["grouped_matmul-triton"][1].config.batch_invariant
+
+    def tile_rows(dtype, rows):
+        arrays = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((rows, 256), (4, 256, 256)))
+        args, _ = op.bind((*arrays, jax.ShapeDtypeStruct((4,), jnp.int32)), {})
+        return rule(jax.eval_shape(op.lower, args), H200, "forward").block_m
+
+    assert tile_rows(jnp.bfloat16, 4) < tile_rows(jnp.bfloat16, 4096)
+    assert tile_rows(jnp.float32, 4) == tile_rows(jnp.float32, 4096)
