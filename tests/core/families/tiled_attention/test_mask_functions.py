@@ -10,6 +10,7 @@ from ejkernel.families.tiled_attention.block_maps import block_map
 from ejkernel.families.tiled_attention.mask_functions import mask_function_as_window
 from ejkernel.types.pair_functions import mask_function
 
+INT32_MAX = np.int32(2**31 - 1)
 DOCUMENTS = jnp.array([[0] * 20 + [1] * 20, [0] * 5 + [1] * 30 + [2] * 5])
 
 
@@ -51,6 +52,10 @@ def test_the_window_of_a_function_is_cut_by_the_calls():
     [
         lambda b, h, q, k: (DOCUMENTS[b, q] == DOCUMENTS[b, k]) & (k <= q),
         lambda b, h, q, k: (k < 8 * h) | (k <= q),
+        lambda b, h, q, k: (jnp.abs(k - q - DOCUMENTS[b, q]) <= 9) != (jnp.where(k == q, h, DOCUMENTS[1, k]) > 0),
+        lambda b, h, q, k: jnp.clip(-jnp.maximum(q, k), -20, 9) + INT32_MAX * DOCUMENTS[b, q] < 0,
+        lambda b, h, q, k: ~(jnp.minimum(k, 30) - DOCUMENTS[b, k] * INT32_MAX >= q) | ((q - k) % 3 == DOCUMENTS[0, 0]),
+        lambda b, h, q, k: DOCUMENTS[b, k] != 1,
     ],
 )
 def test_tiles_of_a_mask_function_match_its_pairs(mask, origin):
@@ -60,6 +65,20 @@ def test_tiles_of_a_mask_function_match_its_pairs(mask, origin):
     pairs = np.asarray(jnp.vectorize(mask)(*(x + n for x, n in zip(index, origin or (0,) * 4, strict=True))))
     pairs = np.pad(pairs, ((0, 0), (0, 0), (0, 8), (0, 2)))
     tiles = pairs.reshape(2, 2, 3, 16, 4, 8)
-    for found, wanted in ((blocks.any_allowed, tiles.any((3, 5))), (blocks.all_allowed, tiles.all((3, 5)))):
-        np.testing.assert_array_equal(np.broadcast_to(found, wanted.shape), wanted)
+    some, every = tiles.any((3, 5)), tiles.all((3, 5))
+    if isinstance(blocks.any_allowed, np.ndarray):
+        np.testing.assert_array_equal(np.broadcast_to(blocks.any_allowed, some.shape), some)
+        np.testing.assert_array_equal(np.broadcast_to(blocks.all_allowed, some.shape), every)
+    else:  # bounds: a tile may be said to be partial that is not
+        assert not np.any(some & ~blocks.any_allowed)
+        assert not np.any(blocks.all_allowed & ~every)
     assert isinstance(blocks.any_allowed, np.ndarray) == (origin is None and blocks.any_allowed.shape[0] == 1)
+
+
+def test_bounds_of_documents_are_sharp():
+    mask = record(lambda b, h, q, k: (DOCUMENTS[b, q] == DOCUMENTS[b, k]) & (k <= q), keys=40)
+    blocks = block_map(mask, 8, 8)
+    assert not isinstance(blocks.any_allowed, np.ndarray)
+    assert blocks.any_allowed.shape[1] == 1
+    np.testing.assert_array_equal(blocks.any_allowed.sum((1, 2, 3)), [11, 15])
+    np.testing.assert_array_equal(blocks.all_allowed.sum((1, 2, 3)), [2, 3])

@@ -2,7 +2,7 @@
 and whether the function is just a window, for which kernels have a faster path.
 
     mask_mod without arrays  --evaluated once per shape-->  a window, or tables of NumPy
-    mask_mod with arrays     --evaluated in every pass--->  traced tables
+    mask_mod with arrays     --its bounds, or all of its pairs, in every pass--->  traced tables
 """
 
 import dataclasses
@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ejkernel.arithmetic import cdiv
+from ejkernel.families.tiled_attention.mask_bounds import bounds_of_tiles
 from ejkernel.families.tiled_attention.record import TiledAttention, Window, causal_window_bounds
 from ejkernel.types.pair_functions import PairFunction, PairProgram
 
@@ -83,6 +85,9 @@ def _spans_of_queries(program: PairProgram, queries: int, keys: int) -> tuple[ja
 def tiles_of_mask_function(record: TiledAttention, block: TileShape) -> tuple[Any, Any]:
     """Returns in which tiles `mask_mod` lets some pair attend, and in which all of them.
 
+    Where they are traced and `bounds_of_tiles` has bounds of the function, a tile may be neither empty nor full by its
+    bounds although it is.
+
     Args:
         record: A record with `mask_mod`.
         block: Queries and keys of a tile; the last tiles may end past their arrays.
@@ -95,7 +100,8 @@ def tiles_of_mask_function(record: TiledAttention, block: TileShape) -> tuple[An
     assert function is not None  # the caller looked
     sizes = (batch, heads, queries, keys)
     if function.captured or record.dropout_origin is not None:
-        return _classify(function, sizes, block, record.dropout_origin)
+        bounds = bounds_of_tiles(function, sizes, block, record.dropout_origin)
+        return _classify(function, sizes, block, record.dropout_origin) if bounds is None else bounds
     return _constant_tiles(function.program, sizes, block)
 
 
@@ -111,7 +117,7 @@ def _classify(
 ) -> tuple[jax.Array, jax.Array]:
     read, (batch, heads, queries, keys) = function.program.inputs_read, sizes
     rows = (batch if "b" in read else 1, heads if "h" in read else 1)
-    shape = (*rows, -(-queries // block[0]), -(-keys // block[1]))
+    shape = (*rows, cdiv(queries, block[0]), cdiv(keys, block[1]))
     offsets = jnp.zeros(4, jnp.int32) if origin is None else origin.astype(jnp.int32)
 
     def classify_tile(n: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ejkernel.families.tiled_attention import DROPOUT_FIELDS, SOFTMAX_FIELDS
 from ejkernel.families.tiled_attention.block_maps import pattern_refusals
+from ejkernel.families.tiled_attention.function_refusals import function_refusals
 from ejkernel.families.tiled_attention.kinds import tuning_key_of_large_calls
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_pallas.gpu.requirements import hopper_requires
@@ -15,6 +16,7 @@ from ejkernel_pallas.gpu.tiled_attention import config
 
 HANDLES = (
     frozenset({"q_segment_ids", "kv_segment_ids", "causal", "sliding_window", "pattern", "lse_cotangent"})
+    | {"score_mod", "mask_mod"}
     | SOFTMAX_FIELDS
     | DROPOUT_FIELDS
 )
@@ -31,6 +33,7 @@ def _refusal_reasons(record: Any) -> Iterable[str]:
         )
     if record.pattern is not None:
         yield from pattern_refusals(record)
+    yield from function_refusals(record)
     if not record.softmax_scale > 0:
         yield f"softmax_scale is {record.softmax_scale}; the kernel wants a positive number"
 

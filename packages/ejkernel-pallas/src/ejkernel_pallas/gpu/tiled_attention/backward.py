@@ -3,7 +3,7 @@
 With p = exp(s - lse), do and dlse the cotangents of output and lse, and delta_i = <do_i, o_i> - dlse_i:
 
     dv_j    = sum_i dropout_ij p_ij do_i
-    ds_ij   = p_ij (dropout_ij <do_i, v_j> - delta_i), through the soft cap
+    ds_ij   = p_ij (dropout_ij <do_i, v_j> - delta_i), through score_mod and the soft cap
     dq_i    = scale sum_j ds_ij k_j
     dk_j    = scale sum_i ds_ij q_i
     dsink_h = -sum_i exp(sink_h - lse_i) delta_i
@@ -26,6 +26,7 @@ from jax import lax
 
 from ejkernel.arithmetic import LOG2E
 from ejkernel.families.tiled_attention import TiledAttention, sinks_gradient, subtract_lse_cotangent
+from ejkernel.families.tiled_attention.mask_functions import mask_function_as_window
 from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments
 from ejkernel.planning.batch_rows import run_with_batch_rows
 from ejkernel.types.pullback import Pullback
@@ -42,6 +43,7 @@ from ejkernel_pallas.gpu.tiled_attention.config import (
 from ejkernel_pallas.gpu.tiled_attention.kernels.backward_call import Call
 from ejkernel_pallas.gpu.tiled_attention.kernels.dropout import dropout_key_operands
 from ejkernel_pallas.gpu.tiled_attention.kernels.flash_backward import backward_kernel
+from ejkernel_pallas.gpu.tiled_attention.kernels.pair_functions import pair_operands
 from ejkernel_pallas.gpu.tiled_attention.plan.block_map import (
     num_tiles,
     pad_segment_ids,
@@ -76,6 +78,7 @@ def backward(pullback: Pullback, params: HopperBackward) -> dict[str, jax.Array]
     Returns:
         The gradient of each requested field, in its shape and dtype.
     """
+    pullback = dataclasses.replace(pullback, record=mask_function_as_window(pullback.record))
     grad_fields, spec = pullback.grad_fields, make_spec(pullback.record)
     tile = backward_tile(params, spec)
     operands, delta = _make_operands(pullback, spec, tile)
@@ -109,7 +112,7 @@ def _make_operands(pullback: Pullback, spec: HopperSpec, tile: BackwardTile) -> 
     operands["shift"] = jnp.pad(shift, row_padding, constant_values=jnp.inf)
     # Dropout's scale is applied to the gradients at the end.
     operands["delta"] = jnp.pad(-_subtract_lse_cotangent(delta, pullback, spec) / spec.dropout_scale, row_padding)
-    operands |= dropout_key_operands(record, spec, tile.block_q, tile.block_kv)
+    operands |= dropout_key_operands(record, spec, tile.block_q, tile.block_kv) | pair_operands(record, spec)
     if spec.has_segments:
         operands["q_ids"] = pad_segment_ids(record.q_segment_ids, tile.block_q, -1)
         operands["k_ids"] = pad_segment_ids(record.kv_segment_ids, tile.block_kv, -2)
@@ -129,7 +132,7 @@ def _compute_gradients(
 ) -> dict[str, jax.Array]:
     """Returns gradients of queries, keys and values."""
     ids = (operands["q_ids"], operands["k_ids"]) if spec.has_segments else None
-    if spec.has_pattern:
+    if spec.has_block_lists:
         block_lists, block_ranges = query_block_lists(padding_as_segments(record), tile.block_q, tile.block_kv)
         operands, first = operands | block_lists, block_lists["first"]
     else:
@@ -172,11 +175,13 @@ def _tile_schedule_maker(
         spec.group_size * spec.q_len * tile.hbm_bytes_per_query(spec)
     )
     steps_decrease = (
-        spec.left_window is None and not spec.has_pattern and lengths[:, :half].sum() > 1.5 * lengths[:, half:].sum()
+        spec.left_window is None
+        and not spec.has_block_lists
+        and lengths[:, :half].sum() > 1.5 * lengths[:, half:].sum()
     )
     folded = steps_decrease and heads_that_fit > 0.75
     blocks_of_steps = MIN_QUERY_BLOCKS_BETWEEN_STARTS * tile_scheduler.num_multiprocessors()
-    heads_needed = 1 if spec.has_pattern else math.ceil(blocks_of_steps / (mean_steps * tile.blocks_per_cluster))
+    heads_needed = 1 if spec.has_block_lists else math.ceil(blocks_of_steps / (mean_steps * tile.blocks_per_cluster))
     heads_in_l2 = round(heads_that_fit) if folded else max(int(heads_that_fit), heads_needed)
 
     def make_schedule(batch_size: int) -> tile_scheduler.TileSchedule:
@@ -186,7 +191,7 @@ def _tile_schedule_maker(
             count,
             batch_size=batch_size,
             heads_per_batch_row=spec.num_kv_heads,
-            reverses_tiles=spec.has_pattern,
+            reverses_tiles=spec.has_block_lists,
             head_bytes=tile_scheduler.L2_BYTES_PER_BUNDLE // heads_in_l2,
             heads_per_group=1,
             is_persistent=False,
@@ -205,12 +210,12 @@ def _should_loop_by_head(block_ranges: Any, spec: HopperSpec, tile: BackwardTile
     With a window, the next thread block reaches a query block later by the steps that the window has moved, times the
     heads of the loop. The query blocks and dq of all thread blocks in between would have to stay in the L2 cache.
     """
-    if spec.group_size > 1 and spec.has_pattern and block_ranges.shape[1] > 1:  # each head has its own lists
+    if spec.group_size > 1 and spec.has_block_lists and block_ranges.shape[1] > 1:  # each head has its own lists
         return True
     if (
         spec.group_size == 1
         or not isinstance(block_ranges, np.ndarray)
-        or spec.has_pattern
+        or spec.has_block_lists
         or block_ranges.shape[1] == 1
     ):
         return False

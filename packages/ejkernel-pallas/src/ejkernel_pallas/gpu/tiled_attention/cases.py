@@ -49,6 +49,44 @@ def _soft_cap_inputs(key: jax.Array) -> dict[str, Any]:
     return {"mask_builder": _random_blocks_mask, "causal": True, "logits_soft_cap": 5.0}
 
 
+def _document_inputs(key: jax.Array) -> dict[str, Any]:
+    """Returns a mask of documents, which differ by batch row and come back later, and biases by head and distance."""
+    documents = jax.random.randint(key, (2, 10), -1, 3).repeat(32, axis=1)
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        return (documents[b, q_idx] == documents[b, k_idx]) & (k_idx <= q_idx) & (q_idx != 3)
+
+    return {"mask_mod": mask_mod, "score_mod": _decay, "causal": False}
+
+
+def _prefix_inputs(key: jax.Array) -> dict[str, Any]:
+    """Returns a prefix that grows with the head, a soft cap by function, and a bias by bucket of the distance."""
+    buckets = jax.random.randint(key, (8, 4), -5, 5)
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        bucket = jnp.minimum(jnp.log2(1.5 + jnp.abs(q_idx - k_idx)).astype(jnp.int32), 7)
+        return 4.0 * jnp.tanh(score / 4.0) * jnp.where(k_idx % 3 == 0, 1.0, 0.5) + 0.2 * buckets[bucket, h]
+
+    return {"mask_mod": _prefix_of_heads, "score_mod": score_mod, "causal": False}
+
+
+def _decay(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+    return score - jnp.exp2(-2.0 * (h + 1)) * jnp.abs(q_idx - k_idx) / (1 + b)
+
+
+def _prefix_of_heads(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+    return (k_idx < 70 * h) | (k_idx <= q_idx)
+
+
+def _window_of_two_sides(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+    return jnp.abs(q_idx - k_idx) <= 50
+
+
+def _function_inputs(key: jax.Array) -> dict[str, Any]:
+    """Returns a pattern and segments next to both functions."""
+    return _segment_inputs(key) | {"score_mod": _decay, "mask_mod": _prefix_of_heads, "logits_soft_cap": 5.0}
+
+
 _CASE_TABLE: tuple[tuple[str, dict[str, int], Callable[[jax.Array], dict[str, Any]]], ...] = (
     ("blocks of 64", {}, lambda key: {"mask_builder": _random_blocks_mask, "causal": False}),
     ("blocks of 64, causal, segments", {"d": 128, "v": 128}, _segment_inputs),
@@ -64,15 +102,35 @@ _CASE_TABLE: tuple[tuple[str, dict[str, int], Callable[[jax.Array], dict[str, An
 )
 
 
+_FUNCTION_TABLE: tuple[tuple[str, dict[str, int], Callable[[jax.Array], dict[str, Any]]], ...] = (
+    ("documents and decay by function", {"d": 64, "v": 64}, _document_inputs),
+    ("documents and decay by function, 128", {"d": 128, "v": 128}, _document_inputs),
+    ("prefix, soft cap and buckets by function", {"d": 64, "v": 64}, _prefix_inputs),
+    ("prefix, soft cap and buckets by function, 128", {"d": 128, "v": 128}, _prefix_inputs),
+    ("prefix, soft cap and buckets by function, 192 and 128", {"d": 192, "v": 128}, _prefix_inputs),
+    ("documents and decay by function, 256", {"d": 256, "v": 256}, _document_inputs),
+    ("prefix, soft cap and buckets by function, 256", {"d": 256, "v": 256}, _prefix_inputs),
+    ("window by function", {"d": 64, "v": 64}, lambda key: {"mask_mod": _window_of_two_sides, "causal": False}),
+    ("functions, blocks of 64, segments, soft cap", {"d": 64, "v": 64}, _function_inputs),
+)
+
+
 def cases() -> dict[str, tuple[Case, ...]]:
     """Returns the conformance cases of each operation, by its name."""
-    return {"blocksparse_attention": tuple(_case(*row) for row in _CASE_TABLE)}
+    patterns = tuple(_case(*row, exercises=("pattern",)) for row in _CASE_TABLE)
+    functions = tuple(_case(*row, exercises=("mask_mod",)) for row in _FUNCTION_TABLE)
+    return {"blocksparse_attention": patterns + functions}
 
 
-def _case(name: str, sizes: dict[str, int], extra_arguments: Callable[[jax.Array], dict[str, Any]]) -> Case:
+def _case(
+    name: str,
+    sizes: dict[str, int],
+    extra_arguments: Callable[[jax.Array], dict[str, Any]],
+    exercises: tuple[str, ...],
+) -> Case:
     def make_arguments(key: jax.Array) -> Any:
         inputs, options = jax.random.split(key)
         arrays = {n: x.swapaxes(1, 2) for n, x in qkv(inputs, dataclasses.replace(DEFAULT_PROBLEM, **sizes)).items()}
         return BlockSparseAttentionArguments(**arrays, **extra_arguments(options))
 
-    return tagged_case(name, make_arguments, ("pattern",), ())
+    return tagged_case(name, make_arguments, exercises, ())

@@ -8,6 +8,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
+from ejkernel.families.tiled_attention.mask_functions import mask_function_as_window
 from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments
 from ejkernel.planning.batch_rows import run_with_batch_rows
 from ejkernel_pallas.gpu.hopper import tile_scheduler
@@ -18,6 +19,7 @@ from ejkernel_pallas.gpu.tiled_attention.config import ForwardTile, HopperForwar
 from ejkernel_pallas.gpu.tiled_attention.kernels.dropout import dropout_key_operands
 from ejkernel_pallas.gpu.tiled_attention.kernels.flash_forward import forward_kernel
 from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import Call, PagedKeyAccess, SharedMemory
+from ejkernel_pallas.gpu.tiled_attention.kernels.pair_functions import pair_operands
 from ejkernel_pallas.gpu.tiled_attention.kernels.split_combine import merge_split_tiles
 from ejkernel_pallas.gpu.tiled_attention.plan.block_map import key_block_ranges, num_tiles, pad_segment_ids
 from ejkernel_pallas.gpu.tiled_attention.plan.key_ranges import key_ranges
@@ -48,6 +50,7 @@ def forward(record: TiledAttention, params: HopperForward) -> tuple[jax.Array, S
     Returns:
         Output [B, T, H, D] in the query's dtype, and the residuals for the backward pass.
     """
+    record = mask_function_as_window(record)
     spec = make_spec(record)
     tile = forward_tile(params, spec)
     operands = _make_operands(record, spec, tile)
@@ -64,7 +67,7 @@ def _run_kernel(
         count,
         batch_size=batch_size,
         heads_per_batch_row=spec.num_heads,
-        reverses_tiles=spec.right_window is not None,
+        reverses_tiles=spec.right_window is not None or spec.mask_mod is not None,
         head_bytes=_kv_bytes_per_head(spec),
         heads_per_group=spec.group_size,
         is_persistent=True,
@@ -160,11 +163,11 @@ def _make_operands(record: TiledAttention, spec: HopperSpec, tile: ForwardTile) 
         operands["ranges"] = key_ranges(spec, ids, tile.block_kv)
     if record.softmax_aux is not None:
         operands["sinks"] = record.softmax_aux.astype(jnp.float32)[None]
-    if spec.has_pattern:
+    if spec.has_block_lists:
         operands |= key_block_lists(padding_as_segments(record), tile.block_q, tile.block_kv)
     else:
         operands["table"] = jnp.asarray(key_block_ranges(spec, ids, tile.block_q, tile.block_kv))
-    operands |= dropout_key_operands(record, spec, tile.block_q, tile.block_kv)
+    operands |= dropout_key_operands(record, spec, tile.block_q, tile.block_kv) | pair_operands(record, spec)
     keys = {"k": pad_rows(record.key, tile.block_kv), "v": pad_rows(record.value, tile.block_kv)}
     return {"q": pad_rows(record.query, WGMMA_M)} | keys | operands
 

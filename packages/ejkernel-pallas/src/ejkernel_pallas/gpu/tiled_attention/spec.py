@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from ejkernel.arithmetic import LOG2E
 from ejkernel.families.tiled_attention import TiledAttention, causal_window_bounds
 from ejkernel.planning import dropout
+from ejkernel.planning.scalar_programs import ScalarProgram, scalar_program
 
 FIXED_MAX_EXPONENT_LIMIT = 80.0
 """The largest exponent of two for which a fixed maximum of 0 works: float32 can then hold the sums."""
@@ -37,7 +38,7 @@ class HopperSpec:
         left_window: Band: `-left <= k - q`; None is open.
         right_window: Band: `k - q <= right`; None is open.
         has_segments: Whether there are segment ids.
-        has_pattern: Whether a pattern says which pairs attend, so that blocks come from lists.
+        has_pattern: Whether a pattern says which pairs attend.
         has_sinks: Whether there are sinks.
         dropout_threshold: Dropout drops a weight if the product of its row's and column's keys is below; 0 without
             dropout.
@@ -45,6 +46,8 @@ class HopperSpec:
         keys_in_pages: Whether keys are in pages: then every tile of queries belongs to one sequence, whose keys and
             positions `Call.paged_key_access` has.
         has_key_starts: Whether such sequences may have a first key other than 0.
+        score_mod: The function of a score and its pair, or None.
+        mask_mod: The function that says which pairs attend, or None.
     """
 
     batch_size: int
@@ -66,6 +69,8 @@ class HopperSpec:
     dropout_scale: float
     keys_in_pages: bool = False
     has_key_starts: bool = False
+    score_mod: ScalarProgram | None = None
+    mask_mod: ScalarProgram | None = None
 
     @property
     def group_size(self) -> int:
@@ -79,9 +84,14 @@ class HopperSpec:
             self.left_window is not None
             or self.right_window is not None
             or self.has_segments
-            or self.has_pattern
+            or self.has_block_lists
             or self.keys_in_pages
         )
+
+    @property
+    def has_block_lists(self) -> bool:
+        """Returns whether the blocks that a tile loops over come from lists: with a pattern and with `mask_mod`."""
+        return self.has_pattern or self.mask_mod is not None
 
     @property
     def has_dropout(self) -> bool:
@@ -91,7 +101,7 @@ class HopperSpec:
     @property
     def masks_before_full_tiles(self) -> bool:
         """Returns whether tiles before the full ones can be partial, too."""
-        return not self.has_pattern and (self.left_window is not None or self.has_segments or self.has_key_starts)
+        return not self.has_block_lists and (self.left_window is not None or self.has_segments or self.has_key_starts)
 
     @property
     def uses_ping_pong(self) -> bool:
@@ -101,7 +111,7 @@ class HopperSpec:
         On an H200 it helps if exponentials cost more than products, or products are large; with values of 128 they
         alternate without it, and named barriers cost 2%.
         """
-        return self.value_dim != 128 or self.soft_cap is not None
+        return self.value_dim != 128 or self.soft_cap is not None or self.score_mod is not None
 
     @property
     def rescales_lazily(self) -> bool:
@@ -121,6 +131,7 @@ class HopperSpec:
         """
         return (
             self.soft_cap is not None
+            and self.score_mod is None
             and self.softmax_scale_log2 <= FIXED_MAX_EXPONENT_LIMIT
             and self.dtype == jnp.bfloat16
         )
@@ -142,8 +153,30 @@ class HopperSpec:
 
     @property
     def softmax_scale_log2(self) -> float:
-        """Returns the factor that converts a raw product, or the soft cap's tanh, to base 2."""
-        return (self.scale if self.soft_cap is None else self.soft_cap) * LOG2E
+        """Returns the factor that converts a raw product, the soft cap's tanh, or what `score_mod` returns, to base
+        2.
+        """
+        return LOG2E if self.score_mod is not None else self.score_unit * LOG2E
+
+    @property
+    def score_unit(self) -> float:
+        """Returns the factor that converts a raw product, or the soft cap's tanh, to a score."""
+        return self.scale if self.soft_cap is None else self.soft_cap
+
+    @property
+    def has_pair_functions(self) -> bool:
+        """Returns whether there is a `score_mod` or a `mask_mod`."""
+        return self.score_mod is not None or self.mask_mod is not None
+
+    @property
+    def has_score_slope(self) -> bool:
+        """Returns whether a score before `score_mod` has another gradient than the one after it."""
+        return self.score_mod is not None and not self.score_mod.has_constant_slope
+
+    @property
+    def has_slope(self) -> bool:
+        """Returns whether a scaled product has another gradient than its score."""
+        return self.soft_cap is not None or self.has_score_slope
 
 
 def make_spec(record: TiledAttention) -> HopperSpec:
@@ -168,4 +201,6 @@ def make_spec(record: TiledAttention) -> HopperSpec:
         has_sinks=record.softmax_aux is not None,
         dropout_threshold=dropout.dropout_threshold(record.dropout_prob),
         dropout_scale=1.0 / (1.0 - record.dropout_prob),
+        score_mod=None if record.score_mod is None else scalar_program(record.score_mod),
+        mask_mod=None if record.mask_mod is None else scalar_program(record.mask_mod),
     )

@@ -1,17 +1,18 @@
 """The shared memory and the constants of the backward kernel's warpgroups."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 from jax import lax
 
 from ejkernel_pallas.gpu.hopper import arrays, tile_scheduler
 from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.config import BackwardTile
-from ejkernel_pallas.gpu.tiled_attention.kernels import tile_masks
+from ejkernel_pallas.gpu.tiled_attention.kernels import pair_functions, tile_masks
 from ejkernel_pallas.gpu.tiled_attention.kernels.padding import zero_padding_rows
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
@@ -48,11 +49,11 @@ class Call:
     cluster_member: Any = 0
 
     def query_block_index(self, item: tile_scheduler.WorkTile, head: Any, list_index: Any) -> Any:
-        """Returns the query block of a step: `list_index` itself, or with a pattern the entry of the keys' list."""
-        return self.list_entry("blocks", item, head, list_index) if self.spec.has_pattern else list_index
+        """Returns the query block of a step: `list_index` itself, or the entry of the keys' list if there are lists."""
+        return self.list_entry("blocks", item, head, list_index) if self.spec.has_block_lists else list_index
 
     def list_entry(self, name: str, item: tile_scheduler.WorkTile, head: Any, list_index: Any) -> Any:
-        """Returns an entry of a pattern's operand for the item's keys and a head."""
+        """Returns an entry of an operand with lists for the item's keys and a head."""
         operand = self.operands[name]
         return operand[item.batch_row_of(operand), *item.head_index_of(operand, 4, head), item.tile_in_head, list_index]
 
@@ -76,6 +77,73 @@ class QueryBlockRuns:
     block_bounds: tuple[Any, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class MaskInputs:
+    """What masks a tile of scores of 64 keys with a query block.
+
+    Attributes:
+        first_key: Index of the first key.
+        row_ids: Segment ids of the keys, or None.
+        slot: The stage of the queries.
+        query_block_index: The tile of queries.
+        words: Bits of the pattern, from `load_pattern_words`.
+    """
+
+    first_key: Any
+    row_ids: Any
+    slot: Any
+    query_block_index: Any
+    words: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreFunctions:
+    """What turns a step's products of queries and keys into scores.
+
+    Attributes:
+        call: The kernel's arguments.
+        pairs: The pairs of the tile for the caller's functions, from `make_pair_tile`; None without functions.
+        mask: What masks the tile; None for a full block.
+    """
+
+    call: Call
+    pairs: pair_functions.PairTile | None
+    mask: MaskInputs | None
+
+    def modify_and_mask(self, products: Any) -> tuple[Any, Any]:
+        """Returns scores, and what `weights_and_slopes` needs: products, or their tanh under a soft cap, if their
+        gradients differ from those of the scores; otherwise None.
+        """
+        spec = self.call.spec
+        unmodified = jnp.tanh(products * spec.product_scale) if spec.soft_cap is not None else products
+        scores = unmodified if self.pairs is None else pair_functions.modify_scores(spec, unmodified, self.pairs)
+        return self.mask_scores(scores), unmodified if spec.has_slope else None
+
+    def mask_scores(self, scores: Any) -> Any:
+        """Returns scores, float32 [64, queries], minus infinity for masked pairs."""
+        call, mask = self.call, self.mask
+        if mask is None:
+            return scores
+        first_query = mask.query_block_index * call.tile.block_q
+        query_limits = tile_masks.query_column_range(call.spec, WGMMA_M, first_query, mask.first_key)
+        ids = None if mask.row_ids is None else (mask.row_ids, call.buffers["q_ids"].at[mask.slot])
+        scores = tile_masks.mask_outside_query_range(scores, *query_limits, ids, mask.words)
+        return scores if self.pairs is None else pair_functions.mask_pairs(call.spec, scores, self.pairs)
+
+    def weights_and_slopes(self, weights: Any, unmodified_scores: Any) -> Iterator[Any]:
+        """Yields the weights and, if products have other gradients than scores, the weights times the derivative,
+        computed when the weights are 16-bit to save registers.
+        """
+        yield weights
+        spec = self.call.spec
+        if spec.soft_cap is not None:
+            weights = weights * (1 - unmodified_scores * unmodified_scores)
+        if self.pairs is not None and spec.has_score_slope:
+            weights = pair_functions.multiply_by_slope(spec, weights, unmodified_scores, self.pairs)
+        if spec.has_slope:
+            yield weights
+
+
 def for_each_query_block(
     call: Call, query_runs: QueryBlockRuns, body: Callable[..., Any], state: Any, has_masked_loops: bool
 ) -> Any:
@@ -96,7 +164,7 @@ def for_each_query_block(
     def loop_over_runs(n: Any, state: Any) -> Any:
         head = query_runs.first_query_head + n
         start, full_start, full_end, stop = (
-            call.list_bounds(item, head) if call.spec.has_pattern else query_runs.block_bounds
+            call.list_bounds(item, head) if call.spec.has_block_lists else query_runs.block_bounds
         )
         if not has_masked_loops:
             return loop_over_run(head, start, stop, False, state)
@@ -182,29 +250,14 @@ def zero_padding(ids: Any, *tiles_and_swizzle_bytes: tuple[Any, int]) -> None:
     plgpu.commit_smem()
 
 
-def mask_score_tile(
-    call: Call,
-    first_key: Any,
-    row_ids: Any,
-    slot: Any,
-    query_block_index: Any,
-    mask_words: tuple[Any, ...],
-    scores: Any,
-) -> Any:
-    """Returns scores of 64 keys with a query block, minus infinity for masked pairs.
-
-    Args:
-        call: The kernel's arguments.
-        first_key: Index of the first key.
-        row_ids: Segment ids of the keys, or None.
-        slot: The stage of the queries.
-        query_block_index: The tile of queries.
-        mask_words: Bits of the pattern, from `load_pattern_words`.
-        scores: Float32 [64, queries].
-    """
-    query_limits = tile_masks.query_column_range(call.spec, WGMMA_M, query_block_index * call.tile.block_q, first_key)
-    ids = None if row_ids is None else (row_ids, call.buffers["q_ids"].at[slot])
-    return tile_masks.mask_outside_query_range(scores, *query_limits, ids, mask_words)
+def make_pair_tile(
+    call: Call, item: tile_scheduler.WorkTile, head: Any, first_key: Any, query_block_index: Any
+) -> pair_functions.PairTile | None:
+    """Returns the pairs of 64 keys and a query block for the caller's functions; None without functions."""
+    if not call.spec.has_pair_functions:
+        return None
+    indices = item.batch_row, head, query_block_index * call.tile.block_q, first_key
+    return pair_functions.PairTile(call.operands, *lax.optimization_barrier(indices), rows_are_queries=False)
 
 
 def load_pattern_words(

@@ -98,7 +98,7 @@ def add_dq_pieces(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any
     def add_piece(piece: int, head: Any, list_index: Any, full_barrier: Any) -> None:
         index = call.query_block_index(item, head, list_index)
         # The number of blocks that add to these queries before this one.
-        if call.spec.has_pattern:
+        if call.spec.has_block_lists:
             before = call.list_entry("ranks", item, head, list_index)
         else:
             before = item.tile_in_head - first[item.batch_row_of(first), index]

@@ -27,7 +27,7 @@ started later, so there is no deadlock.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax.experimental.pallas as pl
@@ -44,12 +44,14 @@ from ejkernel_pallas.gpu.tiled_attention.config import BACKWARD_CONSUMER_WARPGRO
 from ejkernel_pallas.gpu.tiled_attention.kernels import dropout
 from ejkernel_pallas.gpu.tiled_attention.kernels.backward_call import (
     Call,
+    MaskInputs,
     QueryBlockRuns,
+    ScoreFunctions,
     dq_full_barrier,
     for_each_query_block,
     key_slice,
     load_pattern_words,
-    mask_score_tile,
+    make_pair_tile,
     query_dropout_keys,
     store_split_gradient,
     wait_for_tiles_and_zero_padding,
@@ -145,12 +147,14 @@ def run_consumer(call: Call, item: tile_scheduler.WorkTile, warpgroup: Any, for_
         )
         words = load_pattern_words(call, item, head, list_index, warpgroup_index) if has_masked_pairs else ()
         # Full blocks have a separate loop without comparisons.
-        mask_scores = (
-            functools.partial(mask_score_tile, call, key, row_ids, slot, index, words) if has_masked_pairs else None
+        functions = ScoreFunctions(
+            call,
+            make_pair_tile(call, item, head, key, index),
+            MaskInputs(key, row_ids, slot, index, words) if has_masked_pairs else None,
         )
         dropout_keys = functools.partial(_load_dropout_keys, call, item, warpgroup_index, slot, head, index)
         ds = _previous_ds(call, warpgroup_index, count) if tile.is_register_bound else ds
-        dk, *weights = _compute_weights(call, warpgroup_index, slot, last, dk, ds, mask_scores, dropout_keys)
+        dk, *weights = _compute_weights(call, warpgroup_index, slot, last, dk, ds, functions, dropout_keys)
         if spec.has_dropout:
             ds = weights.pop()
         else:
@@ -249,17 +253,17 @@ def _compute_weights(
     previous_slot: Any,
     dk: Any,
     ds: Any,
-    mask_scores: Any,
+    functions: ScoreFunctions,
     load_dropout_keys: Callable[[], tuple[Any, Any]],
 ) -> tuple[Any, ...]:
     """Returns dk with the previous step's term, and this step's weights, which are computed during dk's product.
 
-    With a soft cap also the weights times its slope, in 16 bits like the weights: in float32, or as the slope alone,
-    they would not fit the registers. With dropout also the initial sums of the gradients of weights.
+    With a soft cap or a `score_mod` also the weights times its slope, in 16 bits like the weights: in float32, or as
+    the slope alone, they would not fit the registers. With dropout also the initial sums of the gradients of weights.
     """
     spec, tile, buffers = call.spec, call.tile, call.buffers
     shape = (WGMMA_M, tile.block_q)
-    has_soft_cap = spec.soft_cap is not None
+    has_masked_pairs = functions.mask is not None
 
     def issue_products(refs: Any) -> None:
         dk_ref, scores_ref, *weight_refs = refs
@@ -278,40 +282,33 @@ def _compute_weights(
             ping_pong_pass(BACKWARD_CONSUMER_WARPGROUPS)
         # Waits only for the scores: dk's product stays in flight.
         scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
-        capped_scores = jnp.tanh(scores * spec.product_scale) if has_soft_cap else None
-        scores = scores if capped_scores is None else capped_scores
-        scores = scores if mask_scores is None else mask_scores(scores)
+        scores, unmodified_scores = functions.modify_and_mask(scores)
         shift = broadcast_to_rows(arrays.load_column_vector(buffers["shift"].at[slot]), shape)
         # tanh and exp2 share the special-function unit, so half of the exponentials use the FMA units. Not with masks:
         # polynomials do not give 0 for a masked score.
-        if has_soft_cap and mask_scores is None:
+        if spec.soft_cap is not None and spec.score_mod is None and not has_masked_pairs:
             weights = exp2_of_scores(scores, spec.softmax_scale_log2, shift)
         else:
             weights = jnp.exp2(scores * spec.softmax_scale_log2 - shift)
         zeros = (
             _drop_weights(
-                call, slot, load_dropout_keys, mask_scores is not None, *_weights_and_slopes(weights, capped_scores)
+                call,
+                slot,
+                load_dropout_keys,
+                has_masked_pairs,
+                *functions.weights_and_slopes(weights, unmodified_scores),
             )
             if spec.has_dropout
-            else _weights_and_slopes(weights, capped_scores)
+            else functions.weights_and_slopes(weights, unmodified_scores)
         )
         for ref, value in zip(weight_refs, zeros, strict=True):
             # Converted to 16 bits at once: dk's product is still using its registers.
             ref[...] = value.astype(ref.dtype)
 
     initial_refs, zeros = plgpu.WGMMAAccumulatorRef.init, arrays.zero_tile(shape)
-    outputs = [zeros.astype(spec.dtype)] * (1 + has_soft_cap) + [zeros] * spec.has_dropout
+    outputs = [zeros.astype(spec.dtype)] * (1 + spec.has_slope) + [zeros] * spec.has_dropout
     dk, _, *weights = pl.run_state(issue_products)((initial_refs(dk), initial_refs(zeros), *outputs))
     return dk, *weights
-
-
-def _weights_and_slopes(weights: Any, capped_scores: Any) -> Iterator[Any]:
-    """Yields the weights and, with a soft cap, the weights times its slope, computed when the weights are 16-bit to
-    save registers.
-    """
-    yield weights
-    if capped_scores is not None:
-        yield weights * (1 - capped_scores * capped_scores)
 
 
 def _drop_weights(

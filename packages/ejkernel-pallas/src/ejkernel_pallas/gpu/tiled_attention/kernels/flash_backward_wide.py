@@ -24,13 +24,15 @@ from jax import lax
 from ejkernel_pallas.gpu.hopper import arrays, clusters, tile_scheduler
 from ejkernel_pallas.gpu.hopper.arrays import broadcast_to_rows
 from ejkernel_pallas.gpu.hopper.sizes import I32, SWIZZLE_COLUMNS, WGMMA_M
-from ejkernel_pallas.gpu.tiled_attention.kernels import dropout
+from ejkernel_pallas.gpu.tiled_attention.kernels import dropout, pair_functions
 from ejkernel_pallas.gpu.tiled_attention.kernels.backward_call import (
     Call,
+    MaskInputs,
+    ScoreFunctions,
     dq_full_barrier,
     key_slice,
     load_pattern_words,
-    mask_score_tile,
+    make_pair_tile,
     query_dropout_keys,
     store_split_gradient,
     wait_for_tiles_and_zero_padding,
@@ -72,11 +74,13 @@ def _accumulate_dv(call: Call, item: tile_scheduler.WorkTile, for_each_block: An
         slot, half = lax.rem(count, I32(tile.query_stages)), lax.rem(count, I32(2))
         wait_for_tiles_and_zero_padding(call, count, has_masked_pairs)
         words = load_pattern_words(call, item, head, list_index, call.cluster_member) if has_masked_pairs else ()
-        mask_scores = (
-            functools.partial(mask_score_tile, call, first, row_ids, slot, index, words) if has_masked_pairs else None
+        functions = ScoreFunctions(
+            call,
+            make_pair_tile(call, item, head, first, index),
+            MaskInputs(first, row_ids, slot, index, words) if has_masked_pairs else None,
         )
         dropout_keys = (row_dropout_keys, query_dropout_keys(call, item, head, index)) if spec.has_dropout else None
-        weights, factors = _compute_weights(call, count, slot, pending_dq_strip, mask_scores, dropout_keys)
+        weights, factors = _compute_weights(call, count, slot, pending_dq_strip, functions, dropout_keys)
         # Both members have computed their parts of dq from the previous contents.
         pl.when(count > 1)(lambda: plgpu.barrier_wait(buffers["ds_free"].at[half]))
         buffers["ds"].at[half][...] = factors.astype(spec.dtype)
@@ -133,7 +137,7 @@ def _first_key(call: Call, item: tile_scheduler.WorkTile, cluster_member: Any) -
 
 
 def _compute_weights(
-    call: Call, steps_done: Any, slot: Any, pending_dq_strip: Any, mask_scores: Any, dropout_keys: Any
+    call: Call, steps_done: Any, slot: Any, pending_dq_strip: Any, functions: ScoreFunctions, dropout_keys: Any
 ) -> tuple[Any, Any]:
     """Returns a step's weights, and the factors of the gradients of weights: negative where dropout drops a weight."""
     spec, buffers, shape = call.spec, call.buffers, (WGMMA_M, call.tile.block_q)
@@ -152,13 +156,17 @@ def _compute_weights(
     if spec.soft_cap is not None:
         scores = jnp.tanh(scores * spec.product_scale)
         cap_slope = 1 - scores * scores
-    if mask_scores is not None:
-        scores = mask_scores(scores)
+    unmodified_scores = scores
+    if functions.pairs is not None:
+        scores = pair_functions.modify_scores(spec, scores, functions.pairs)
+    scores = functions.mask_scores(scores)
     weights = jnp.exp2(
         scores * spec.softmax_scale_log2
         - broadcast_to_rows(arrays.load_column_vector(buffers["shift"].at[slot]), shape)
     )
     factors = weights if cap_slope is None else weights * cap_slope
+    if functions.pairs is not None and spec.has_score_slope:
+        factors = pair_functions.multiply_by_slope(spec, factors, unmodified_scores, functions.pairs)
     if dropout_keys is not None:
         weights, factors = dropout.select_by_dropout(spec, *dropout_keys, (weights, 0.0), (factors, -factors))
     return weights, factors

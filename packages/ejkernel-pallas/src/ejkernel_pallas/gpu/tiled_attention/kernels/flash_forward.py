@@ -27,7 +27,13 @@ from ejkernel_pallas.gpu.hopper.arrays import broadcast_to_columns
 from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.ping_pong import ping_pong_pass, ping_pong_wait
 from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
-from ejkernel_pallas.gpu.tiled_attention.kernels import forward_producer, online_softmax, paged_producer, tile_masks
+from ejkernel_pallas.gpu.tiled_attention.kernels import (
+    forward_producer,
+    online_softmax,
+    paged_producer,
+    pair_functions,
+    tile_masks,
+)
 from ejkernel_pallas.gpu.tiled_attention.kernels.dropout import zero_dropped_weights
 from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import (
     Call,
@@ -259,7 +265,8 @@ def _load_key_block_mask(
 ) -> KeyBlockMaskWords:
     """Returns the key block at an index of the item's list, and the words of its pattern if it needs them."""
     if masked_bounds is None or not call.spec.has_pattern:
-        return KeyBlockMaskWords(list_index)
+        needs_key_block = masked_bounds is not None or call.spec.score_mod is not None
+        return KeyBlockMaskWords(call.key_block_index(query_tile.item, list_index) if needs_key_block else list_index)
     words = call.operands["mask_words"].at[I32(0), call.list_entry("mask_ids", query_tile.item, list_index)]
     row = query_tile.first_query - query_tile.item.tile_in_head * call.tile.block_q
     return KeyBlockMaskWords(
@@ -284,6 +291,12 @@ def _cap_and_mask_scores(
     spec, key = call.spec, mask.key_block * call.tile.block_kv
     if spec.soft_cap is not None and not (masked_bounds is None and spec.fuses_soft_cap):
         scores = jnp.tanh(scores * spec.product_scale)
+    if spec.has_pair_functions:
+        # Addresses are recomputed for every key block: hoisted out of the loop, they would take registers.
+        item = lax.optimization_barrier((query_tile.item.batch_row, query_tile.item.head, query_tile.first_query))
+        pairs = pair_functions.PairTile(call.operands, *item, key, rows_are_queries=True)
+        scores = pair_functions.modify_scores(spec, scores, pairs)
+        scores = scores if masked_bounds is None else pair_functions.mask_pairs(spec, scores, pairs)
     if masked_bounds is None:
         return scores
     if query_tile.paged_tile is None:

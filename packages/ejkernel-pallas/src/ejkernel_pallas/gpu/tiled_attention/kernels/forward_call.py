@@ -162,11 +162,11 @@ class Call:
         return lax.rem(key_blocks_done, I32(self.tile.kv_stages))
 
     def key_block_index(self, item: tile_scheduler.WorkTile, list_index: Any) -> Any:
-        """Returns the key block of a step: the step itself, or with a pattern the entry of the item's list."""
-        return self.list_entry("blocks", item, list_index) if self.spec.has_pattern else list_index
+        """Returns the key block of a step: the step itself, or the entry of the item's list if there are lists."""
+        return self.list_entry("blocks", item, list_index) if self.spec.has_block_lists else list_index
 
     def list_entry(self, name: str, item: tile_scheduler.WorkTile, list_index: Any) -> Any:
-        """Returns an entry of a pattern's operand at an index of the item's list."""
+        """Returns an entry of an operand with lists at an index of the item's list."""
         operand = self.operands[name]
         return operand[item.batch_row_of(operand), *item.head_index_of(operand, 4), item.tile_in_head, list_index]
 

@@ -225,7 +225,7 @@ def _mask_columns(
     tile: Any, comparison_instructions: list[str], row_values: list[list[Any]], column_ids: Any = None
 ) -> Any:
     """Returns a tile with -inf in the columns outside of each row's limits, and where column ids differ."""
-    place = _first_column_of_thread()
+    place = first_column_of_thread()
     # Relative to the thread's first column, so that columns are constants of the instructions.
     limits = [[arith.subi(limit, place) for limit in both] for both in row_values[: len(comparison_instructions)]]
     comparison_instructions = [
@@ -272,7 +272,7 @@ def _column_range_word(span_index: int, low: Any, high: Any) -> Any:
 def _count_thread_columns_up_to(span_index: int, last_column: Any) -> Any:
     """Returns how many of a thread's columns in a word are at or before a column of the tile."""
     last_column = arith.subi(
-        last_column, arith.addi(_first_column_of_thread(), int32_constant(span_index * COLUMNS_PER_MASK_WORD_SPAN))
+        last_column, arith.addi(first_column_of_thread(), int32_constant(span_index * COLUMNS_PER_MASK_WORD_SPAN))
     )
     last_column = arith.minsi(
         arith.maxsi(last_column, int32_constant(-1)), int32_constant(COLUMNS_PER_MASK_WORD_SPAN - 1)
@@ -282,7 +282,7 @@ def _count_thread_columns_up_to(span_index: int, last_column: Any) -> Any:
     return arith.addi(arith.addi(pairs, pairs), arith.minsi(arith.addi(rest, int32_constant(1)), int32_constant(2)))
 
 
-def _first_column_of_thread() -> Any:
+def first_column_of_thread() -> Any:
     """Returns the first of a thread's columns; its index among four threads selects two of every eight columns."""
     return arith.muli(arith.andi(mgpu.utils.thread_idx(), int32_constant(3)), int32_constant(2))
 
@@ -318,7 +318,7 @@ def _same_id_words(row_ids: Any, column_ids: Any, num_columns: int) -> list[Any]
     words = [[int32_constant(0)] * cdiv(num_columns, COLUMNS_PER_MASK_WORD_SPAN) for _ in ids]
     for place in range(num_columns // 4):
         column_group, n = divmod(place, 2)
-        column = _load_id(column_ids, arith.addi(_first_column_of_thread(), int32_constant(column_group * 8 + n)))
+        column = _load_id(column_ids, arith.addi(first_column_of_thread(), int32_constant(column_group * 8 + n)))
         word, bit = divmod(place, WORD_BITS)
         for words_row, number in zip(words, ids, strict=True):
             same = arith.cmpi(arith.CmpIPredicate.eq, number, column)

@@ -1,12 +1,13 @@
-"""Patterns: lists of full and partial blocks, and the masks of partial blocks as bits that threads test.
+"""Patterns and `mask_mod`: lists of full and partial blocks, and the masks of partial blocks as bits that threads test.
 
-Without a pattern, the blocks that a tile loops over are contiguous, and four indices per tile say which are full. With
-a pattern, every tile has a list, and the same four numbers are positions in it:
+Without either, the blocks that a tile loops over are contiguous, and four indices per tile say which are full. With
+one, every tile has a list, and the same four numbers are positions in it:
 
     forward     first block | full blocks | partial blocks      a query tile's key blocks
     backward    full blocks | partial blocks                    a key tile's query blocks, last one first
 
-A tile without work has one block in its list with the empty mask, so that the same code writes its output. In the
+A tile without work has one partial block in its list, so that the same code writes its output. Kernels compute
+`mask_mod` for partial blocks; a pattern has masks, the empty one for such a block. In the
 accumulator of a product a thread has two of every eight columns of a row; so the mask of 128 columns is a word of 32
 bits for each row and each of four threads:
 
@@ -29,29 +30,25 @@ THREADS_PER_SCORE_ROW = 4
 
 
 def key_block_lists(record: TiledAttention, block_q: int, block_kv: int) -> dict[str, jax.Array]:
-    """Returns the forward kernel's operands for a pattern.
+    """Returns the forward kernel's operands for a pattern or `mask_mod`.
 
     Args:
-        record: A record with a pattern.
+        record: A record with a pattern or `mask_mod`.
         block_q: Queries per tile.
         block_kv: Keys per block.
 
     Returns:
-        `table` int32 [B|1, H|1, query tiles, 4], `blocks` [B|1, H|1, query tiles, longest list], the `mask_ids` of
-        these, and `mask_words` as above.
+        `table` int32 [B|1, H|1, query tiles, 4], `blocks` [B|1, H|1, query tiles, longest list]; with a pattern
+        also the `mask_ids` of these, and `mask_words` as above.
     """
     tile_map = _add_empty_blocks(block_map(record, block_q, block_kv))
     lists = block_lists(tile_map)
-    return _as_int32(
-        table=_block_range_table(lists),
-        blocks=lists.blocks,
-        mask_ids=lists.mask_ids,
-        mask_words=_pack_mask_words(_tile_masks(tile_map)),
-    )
+    masks = {} if tile_map.tile_masks is None else {"mask_words": _pack_mask_words(tile_map.tile_masks)}
+    return _as_int32(table=_block_range_table(lists), blocks=lists.blocks, **_mask_ids(lists), **masks)
 
 
 def query_block_lists(record: TiledAttention, block_q: int, block_kv: int) -> tuple[dict[str, jax.Array], Any]:
-    """Returns the backward kernel's operands for a pattern, and the table, as a NumPy array if known when traced.
+    """Returns the backward kernel's operands for a pattern or `mask_mod`, and the table, in NumPy if known when traced.
 
     Args:
         record: A record with a pattern.
@@ -72,12 +69,14 @@ def query_block_lists(record: TiledAttention, block_q: int, block_kv: int) -> tu
     later_key_tiles = xp.cumsum(some[:, :, ::-1], axis=2)[:, :, ::-1] - some
     later_key_tiles = xp.broadcast_to(later_key_tiles, (*blocks.shape[:-1], some.shape[-1]))
     table = _block_range_table(lists)
+    tile_masks = tile_map.tile_masks
+    masks = {} if tile_masks is None else {"mask_words": _pack_mask_words(tile_masks.swapaxes(1, 2))}
     arrays = _as_int32(
         table=table,
         blocks=blocks,
-        mask_ids=lists.mask_ids,
+        **_mask_ids(lists),
         ranks=xp.take_along_axis(later_key_tiles, blocks, axis=-1),
-        mask_words=_pack_mask_words(_tile_masks(tile_map).swapaxes(1, 2)),
+        **masks,
         first=xp.where(some.any(axis=2), 0, some.shape[2]),
     )
     return arrays, table
@@ -100,7 +99,7 @@ def _reverse_blocks(tile_map: BlockMap) -> BlockMap:
         tile_map,
         any_allowed=tile_map.any_allowed[..., ::-1],
         all_allowed=tile_map.all_allowed[..., ::-1],
-        mask_ids=tile_map.mask_ids[..., ::-1],
+        mask_ids=None if tile_map.mask_ids is None else tile_map.mask_ids[..., ::-1],
         reachable=tile_map.reachable[..., ::-1],
     )
 
@@ -118,14 +117,14 @@ def _add_empty_blocks(tile_map: BlockMap) -> BlockMap:
         tile_map,
         any_allowed=tile_map.any_allowed | is_added,
         all_allowed=tile_map.all_allowed & ~is_added,
-        mask_ids=xp.where(is_added, EMPTY_MASK_ID, tile_map.mask_ids),
+        mask_ids=None if tile_map.mask_ids is None else xp.where(is_added, EMPTY_MASK_ID, tile_map.mask_ids),
         reachable=tile_map.reachable | is_first_block,
     )
 
 
-def _tile_masks(tile_map: BlockMap) -> np.ndarray:
-    assert tile_map.tile_masks is not None  # the record has a pattern
-    return tile_map.tile_masks
+def _mask_ids(lists: BlockLists) -> dict[str, Any]:
+    """Returns the masks of a pattern's blocks; none for `mask_mod`, which the kernels compute."""
+    return {} if lists.mask_ids is None else {"mask_ids": lists.mask_ids}
 
 
 def _pack_mask_words(tile_masks: np.ndarray) -> np.ndarray:

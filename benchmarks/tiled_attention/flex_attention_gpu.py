@@ -1,0 +1,187 @@
+"""Attention with `score_mod` and `mask_mod` on a GPU: against equivalent arguments and torch's flex attention.
+
+    python benchmarks/tiled_attention/flex_attention_gpu.py  # a table
+    python benchmarks/tiled_attention/flex_attention_gpu.py --prepare  # compiles and checks, and measures nothing
+
+Sizes and functions are those of PyTorch's own benchmark (`benchmarks/transformer/score_mod.py`: 16 heads, bfloat16,
+uniform inputs). Times of flex attention leave out its block mask, which is made once; ours find their blocks in every
+pass. Every side must agree with the first one before it is timed.
+"""
+
+import argparse
+import dataclasses
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import shared.gpu_peers
+import shared.report
+import shared.turns
+
+from ejkernel.modules import flash_attention
+from ejkernel.types import MaskInfo
+
+HEADS, WINDOW, DOCUMENTS, SOFT_CAP, PREFIX = 16, 256, 8, 20.0, 512
+COLUMNS = ("function", "B", "S", "D", "pass", "ours ms", "arguments ms", "ours / arguments", "flex ms", "flex / ours")
+Function = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One function at one size.
+
+    Attributes:
+        name: Its name.
+        batch: Batch rows.
+        length: Queries, and keys.
+        head_dim: Head dimension.
+    """
+
+    name: str
+    batch: int
+    length: int
+    head_dim: int
+
+    def inputs(self) -> tuple[jax.Array, ...]:
+        """Query, key, value and the output's cotangent, uniform as in PyTorch's benchmark."""
+        shape = (4, self.batch, self.length, HEADS, self.head_dim)
+        return tuple(jax.random.uniform(jax.random.key(0), shape, jnp.bfloat16))
+
+    def documents(self) -> np.ndarray:
+        """Document of every token, int32 [S]."""
+        starts = np.random.RandomState(0).randint(1, self.length, DOCUMENTS - 1)
+        return np.searchsorted(np.sort(starts), np.arange(self.length), side="right").astype(np.int32)
+
+
+def functions_of(problem: Problem, xp: Any, ids: Any) -> dict[str, Function | None]:
+    """The problem's `score_mod` and `mask_mod`, written with NumPy's names.
+
+    Args:
+        problem: The problem.
+        xp: `jax.numpy`, or PyTorch.
+        ids: Document of every token, an array of `xp`.
+    """
+    masks: dict[str, Function] = {
+        "causal": lambda b, h, q, k: q >= k,
+        "sliding window": lambda b, h, q, k: (q >= k) & (q - k <= WINDOW),
+        "document": lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k),
+        "prefix": lambda b, h, q, k: (q >= k) | (k < PREFIX),
+    }
+    scores: dict[str, Function] = {
+        "alibi": lambda score, b, h, q, k: score + (k - q) * xp.exp2(-((h + 1) * 8.0 / HEADS)),
+        "soft cap": lambda score, b, h, q, k: SOFT_CAP * xp.tanh(score / SOFT_CAP),
+        "relative": lambda score, b, h, q, k: score + (q - k),
+    }
+    return {"score_mod": scores.get(problem.name), "mask_mod": masks.get(problem.name)}
+
+
+def with_functions(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
+    """Attention with the problem's functions."""
+    return flash_attention(q, k, v, **functions_of(problem, jnp, ids))
+
+
+def with_arguments(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
+    """The same by arguments."""
+    batch_ids = jnp.broadcast_to(ids, (problem.batch, problem.length))
+    options: dict[str, dict[str, Any]] = {
+        "noop": {},
+        "causal": {"causal": True},
+        "sliding window": {"causal": True, "sliding_window": (WINDOW, 0)},
+        "document": {"causal": True, "mask_info": MaskInfo.from_segments(batch_ids)},
+        "soft cap": {"logits_soft_cap": SOFT_CAP},
+    }
+    return flash_attention(q, k, v, **options[problem.name])
+
+
+def jax_passes(side: Function, problem: Problem) -> tuple[Callable[[], Any], ...]:
+    """Both passes of a side, compiled."""
+    query, key, value, cotangent = problem.inputs()
+    ids = jnp.asarray(problem.documents())
+
+    def gradients(*arrays: jax.Array) -> Any:
+        output, pull = jax.vjp(lambda *x: side(problem, *x, ids), *arrays[:3])
+        return output, *pull(arrays[3])
+
+    forward = jax.jit(lambda *arrays: side(problem, *arrays, ids)).lower(query, key, value).compile()
+    both = jax.jit(gradients).lower(query, key, value, cotangent).compile()
+    return functools.partial(forward, query, key, value), functools.partial(both, query, key, value, cotangent)
+
+
+def flex_passes(problem: Problem) -> tuple[Callable[[], Any], ...]:
+    """Both passes of torch's flex attention, compiled."""
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    shared.gpu_peers.keep_triton_cache()
+    torch._dynamo.reset()
+    functions = functions_of(problem, torch, torch.from_numpy(problem.documents()).cuda())
+    mask = None
+    if functions["mask_mod"] is not None:
+        mask = create_block_mask(functions["mask_mod"], None, None, problem.length, problem.length, device="cuda")
+    call = functools.partial(torch.compile(flex_attention), score_mod=functions["score_mod"], block_mask=mask)
+    forward, both = shared.gpu_peers._torch_passes(call, problem.inputs())
+    return lambda: forward().transpose(1, 2), both
+
+
+def check(ours: Any, theirs: Any) -> None:
+    """Raises an error where a side's outputs differ from ours."""
+    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        x, y = (
+            array if isinstance(array, jax.Array) else jnp.from_dlpack(array.contiguous()) for array in (one, other)
+        )
+        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+        np.testing.assert_allclose(jnp.max(jnp.abs(x - y)), 0, atol=2e-2 * max(1.0, float(jnp.abs(y).max())))
+
+
+def rows(problem: Problem, num_rounds: int, has_flex: bool) -> Iterator[list[str]]:
+    """The lines of the table of a problem, one per pass; no round compiles and checks alone."""
+    sides = {"ours": jax_passes(with_functions, problem)}
+    if problem.name not in ("alibi", "relative", "prefix"):
+        sides["arguments"] = jax_passes(with_arguments, problem)
+    if has_flex:
+        sides["flex"] = flex_passes(problem)
+    for n, name in enumerate(("forward", "forward + backward")):
+        calls = {side: passes[n] for side, passes in sides.items()}
+        if not num_rounds:
+            outputs = {side: call() for side, call in calls.items()}
+            for side in outputs:
+                check(outputs["ours"], outputs[side])
+            continue
+        times = {side: 1e3 * seconds for side, seconds in shared.turns.time_in_turns(calls, num_rounds).items()}
+        ours, found = times["ours"], [""] * 4
+        if "arguments" in times:
+            found[:2] = f"{times['arguments']:.3f}", f"{ours / times['arguments']:.2f}"
+        if "flex" in times:
+            found[2:] = f"{times['flex']:.3f}", f"{times['flex'] / ours:.2f}"
+        sizes = map(str, (problem.batch, problem.length, problem.head_dim))
+        yield [problem.name, *sizes, name, f"{ours:.3f}", *found]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    names = ("noop", "causal", "sliding window", "document", "alibi", "soft cap", "relative", "prefix")
+    parser.add_argument("--functions", default=",".join(names), help="names of functions, with commas between them")
+    parser.add_argument("--sizes", default="8x4096x64,8x4096x128,16x1024x64", help="batch x length x head dimension")
+    parser.add_argument("--prepare", action="store_true", help="compile and check alone")
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    if not shared.report.has_gpu():
+        return
+    has_flex = importlib.util.find_spec("torch") is not None
+    sizes = [tuple(map(int, size.split("x"))) for size in options.sizes.split(",")]
+    problems = [Problem(name, *size) for size in sizes for name in options.functions.split(",")]
+    found = (row for x in problems for row in rows(x, 0 if options.prepare else options.rounds, has_flex))
+    shared.report.print_rows_as_measured(COLUMNS, found)
+
+
+if __name__ == "__main__":
+    main()

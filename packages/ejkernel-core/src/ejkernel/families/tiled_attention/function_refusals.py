@@ -1,0 +1,21 @@
+"""Reasons for which kernels that translate `score_mod` and `mask_mod` into scalar operations refuse a call."""
+
+from collections.abc import Iterable
+
+from ejkernel.families.tiled_attention.mask_functions import mask_function_as_window
+from ejkernel.families.tiled_attention.record import TiledAttention
+from ejkernel.planning.scalar_programs import scalar_program
+
+
+def function_refusals(record: TiledAttention) -> Iterable[str]:
+    """Yields why kernels cannot compute the functions of a record; a window needs no function."""
+    record = mask_function_as_window(record)
+    for name in ("score_mod", "mask_mod"):
+        function = getattr(record, name)
+        if function is not None:
+            yield from (f"{name}: {reason}" for reason in scalar_program(function).refusals)
+    if record.score_mod is None or record.dropout_prob == 0:
+        return
+    program = scalar_program(record.score_mod)
+    if not program.refusals and not program.has_constant_slope:
+        yield "score_mod: has another derivative by the score than 1, which the kernels do not combine with dropout"

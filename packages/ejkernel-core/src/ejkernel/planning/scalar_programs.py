@@ -1,0 +1,350 @@
+"""Translates `score_mod` and `mask_mod` into scalar operations, for kernels that are no JAX programs of scalars.
+
+    table[h] * jnp.abs(q_idx - k_idx)    -->    %0 = h           %3 = q_idx    %5 = sub %3 %4    %7 = convert %6
+                                                %2 = load(0) %0  %4 = k_idx    %6 = abs %5       %8 = mul %2 %7
+
+What reads no index, such as `2 * table`, is computed by XLA before the kernel: a program loads single elements of the
+results, by indices that it may compute from all of its inputs. An operation that no kernel has is a refusal.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.types.pair_functions import INDEX_NAMES, PairFunction, PairProgram
+
+if TYPE_CHECKING:  # `jax.extend` imports Pallas, which calls without these functions have no use for
+    from jax.extend.core import Jaxpr
+
+INPUTS = ("score", *INDEX_NAMES)
+"""The inputs of a program, each an operation without operands."""
+CALLS = frozenset({"jit", "closed_call", "custom_jvp_call"})
+"""Operations that call an inner program, which is translated in their place."""
+UNCHANGED = frozenset({"copy", "copy_p", "broadcast_in_dim", "reshape", "squeeze", "stop_gradient", "expand_dims"})
+"""Operations that leave a scalar as it is."""
+ARITHMETIC = "abs add clamp convert_element_type div integer_pow max min mul neg rem sign square sub"
+FUNCTIONS = "exp exp2 log log1p logistic pow rsqrt sqrt tanh"
+LOGIC = "and eq ge gt le lt ne not or select_n shift_left shift_right_arithmetic shift_right_logical xor"
+OPERATIONS = frozenset(f"{ARITHMETIC} {FUNCTIONS} {LOGIC}".split())
+"""Operations on scalars that kernels compute."""
+DTYPES = ("float32", "int32", "bool")
+"""The dtypes of the values that kernels compute with."""
+LOADED_DTYPES = ("float32", "bfloat16", "float16", "int32", "bool")
+"""The dtypes of the arrays whose elements kernels load."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ScalarNode:
+    """One operation of a program.
+
+    Attributes:
+        operation: A name of `INPUTS` or `OPERATIONS`, `"constant"`, or `"load"`, an element of an array.
+        operands: The indices of the nodes that it reads; of a load the indices along the array's axes.
+        dtype: The dtype of its result.
+        value: The number of a constant, the index of the array of a load, or the exponent of an `integer_pow`.
+    """
+
+    operation: str
+    operands: tuple[int, ...]
+    dtype: str
+    value: Hashable = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ScalarProgram:
+    """A function of a pair as scalar operations; equal for functions that compute the same.
+
+    Attributes:
+        nodes: The operations, each after its operands.
+        result: The node of the result.
+        slope: The node of the result's derivative by the score; None for a function without a score.
+        array_ranks: The number of axes of each array that it loads elements of.
+        refusals: Why kernels cannot compute it.
+    """
+
+    nodes: tuple[ScalarNode, ...]
+    result: int
+    slope: int | None
+    array_ranks: tuple[int, ...]
+    refusals: tuple[str, ...]
+
+    @functools.cached_property
+    def reads(self) -> tuple[frozenset[str], ...]:
+        """Returns the inputs that each node depends on."""
+        found: list[frozenset[str]] = []
+        for node in self.nodes:
+            own = frozenset({node.operation} & set(INPUTS))
+            found.append(own.union(*(found[n] for n in node.operands)))
+        return tuple(found)
+
+    def live_nodes(self, result: int) -> tuple[int, ...]:
+        """Returns the nodes that a node depends on, and itself, in order."""
+        return _live_nodes(self, result)
+
+    @property
+    def inputs_read(self) -> frozenset[str]:
+        """Returns the inputs that the result depends on."""
+        return self.reads[self.result]
+
+    @property
+    def has_constant_slope(self) -> bool:
+        """Returns whether the derivative by the score is 1 everywhere."""
+        return self.slope is None or (self.nodes[self.slope].operation, self.nodes[self.slope].value) == ("constant", 1)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _ArrayView:
+    """Elements of an array that a program has not read yet: for every axis of the array the node of its index, or None
+    for an axis that is whole.
+    """
+
+    array: int
+    indices: tuple[int | None, ...]
+
+
+@functools.lru_cache(maxsize=256)
+def _live_nodes(program: ScalarProgram, result: int) -> tuple[int, ...]:
+    needed = {result}
+    for n in range(result, -1, -1):
+        if n in needed:
+            needed.update(program.nodes[n].operands)
+    return tuple(sorted(needed))
+
+
+def compute_node(node: ScalarNode, operands: list[Any]) -> Any:
+    """Returns the result of an operation of arrays of one shape, element by element."""
+    if node.operation == "convert_element_type":
+        return operands[0].astype(node.dtype)
+    if node.operation == "integer_pow":
+        return operands[0] ** node.value
+    functions = {name: getattr(jnp, f"bitwise_{name}") for name in ("and", "or", "not", "xor")}
+    return functions.get(node.operation, getattr(jax.lax, node.operation, None))(*operands)
+
+
+def scalar_program(function: PairFunction) -> ScalarProgram:
+    """Returns the scalar operations of a function."""
+    return _translated(function.program)[0]
+
+
+def loaded_arrays(function: PairFunction) -> tuple[jax.Array, ...]:
+    """Returns the arrays whose elements a function's scalar program loads, computed from its captured arrays."""
+    return tuple(_translated(function.program)[1](function.captured))
+
+
+@functools.lru_cache(maxsize=256)
+def _translated(program: PairProgram) -> tuple[ScalarProgram, Callable[[Sequence[Any]], list[Any]]]:
+    """Returns a function's scalar operations, and a function of the captured arrays that returns those it loads."""
+    jaxpr, captured = _flat_jaxpr(program), len(program.jaxpr.constvars)
+    has_score = len(program.jaxpr.invars) > len(INDEX_NAMES)
+    builder = _Builder(jaxpr.invars[:captured])
+    names = INPUTS if has_score else INDEX_NAMES
+    known: dict[Any, Any] = {
+        variable: builder.add(name, (), variable.aval.dtype)
+        for name, variable in zip(names, jaxpr.invars[captured:], strict=True)
+    }
+    with jax.ensure_compile_time_eval():  # operations of constants are computed
+        results = builder.translate(jaxpr, known)
+    scalars = [0 if x is None else x for x in results]  # a refused function has no result
+    translated = ScalarProgram(
+        nodes=tuple(builder.nodes),
+        result=scalars[0],
+        slope=scalars[1] if has_score else None,
+        array_ranks=tuple(len(x.aval.shape) for x in builder.arrays),
+        refusals=tuple(dict.fromkeys(builder.refusals)),
+    )
+    return translated, builder.compute_arrays
+
+
+def _flat_jaxpr(program: PairProgram) -> "Jaxpr":
+    """Returns the program of a function and, if it has a score, of its derivative by the score; its inputs are the
+    captured arrays, those of 16 bits in float32 if the function can be evaluated with them, and then the scalars.
+    """
+    has_score = len(program.jaxpr.invars) > len(INDEX_NAMES)
+
+    def run(captured: tuple[Any, ...], *scalars: Any) -> Any:
+        function = PairFunction(captured=captured, program=program)
+        if not has_score:
+            return function(*scalars)
+        score, *indices = scalars
+        return jax.jvp(lambda x: function(x, *indices), (score,), (jnp.ones((), score.dtype),))
+
+    def wide(dtype: Any) -> Any:
+        narrow = program.takes_wider_arrays and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+        return jnp.float32 if narrow else dtype
+
+    avals: list[Any] = [x.aval for x in program.jaxpr.constvars]
+    captured = tuple(jax.ShapeDtypeStruct(x.shape, wide(x.dtype)) for x in avals)
+    scalars: list[Any] = [x.aval for x in program.jaxpr.invars]
+    shapes = [jax.ShapeDtypeStruct((), x.dtype) for x in scalars]
+    return jax.make_jaxpr(run)(captured, *shapes).jaxpr
+
+
+class _Builder:
+    """Translates a jaxpr into nodes; equal operations become one node, and those of constants are computed."""
+
+    def __init__(self, captured: Sequence[Any]) -> None:
+        self.nodes: list[ScalarNode] = []
+        self.refusals: list[str] = []
+        self.arrays: list[Any] = []
+        self._captured = captured
+        self._outer = set(captured)  # what depends on no input of the program
+        self._outer_steps: list[Any] = []
+        self._numbers: dict[ScalarNode, int] = {}
+
+    def compute_arrays(self, captured: Sequence[Any]) -> list[Any]:
+        """Returns the arrays that the program loads elements of."""
+        known = dict(zip(self._captured, captured, strict=True))
+        for eqn in self._outer_steps:
+            inputs = [x.val if _is_literal(x) else _in_dtype(known[x], x) for x in eqn.invars]
+            results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+            known.update(zip(eqn.outvars, results if eqn.primitive.multiple_results else [results], strict=True))
+        return [known[x] for x in self.arrays]
+
+    def add(self, operation: str, operands: tuple[int, ...], dtype: Any, value: Any = None) -> int:
+        """Returns the number of a node, a new one unless there is an equal one."""
+        node = ScalarNode(operation, operands, str(jnp.dtype(dtype)), value)
+        if node not in self._numbers:
+            self._numbers[node] = len(self.nodes)
+            self.nodes.append(node)
+        return self._numbers[node]
+
+    def constant(self, value: Any, dtype: Any) -> int:
+        return self.add("constant", (), dtype, np.asarray(value, dtype).item())
+
+    def translate(self, jaxpr: "Jaxpr", known: dict[Any, Any]) -> list[int | None]:
+        """Returns the nodes of a jaxpr's results, given those of its inputs; None for one that is refused."""
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name in CALLS:
+                inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
+                inputs = [self._read(x, known) for x in eqn.invars]
+                constants = [self.constant(x, np.asarray(x).dtype) for x in inner.consts]
+                within = dict(zip((*inner.jaxpr.constvars, *inner.jaxpr.invars), (*constants, *inputs), strict=True))
+                known.update(zip(eqn.outvars, self.translate(inner.jaxpr, within), strict=True))
+            elif self._is_outer(eqn):
+                self._outer.update(eqn.outvars)
+                self._outer_steps.append(eqn)
+            else:
+                known.update(zip(eqn.outvars, [self._translate_step(eqn, known)], strict=False))
+        return [self._scalar(self._read(x, known)) for x in jaxpr.outvars]
+
+    def _is_outer(self, eqn: Any) -> bool:
+        inputs = [x for x in eqn.invars if not _is_literal(x)]
+        return bool(inputs) and all(x in self._outer for x in inputs)
+
+    def _read(self, x: Any, known: dict[Any, Any]) -> Any:
+        """Returns the node, or the view of an array, of an operand; None if it is refused."""
+        if _is_literal(x):
+            return self.constant(x.val, x.aval.dtype)
+        if x in self._outer and x not in known:
+            if str(x.aval.dtype) not in LOADED_DTYPES:
+                self.refusals.append(f"reads an array of {x.aval.dtype}, the kernels load {', '.join(LOADED_DTYPES)}")
+            self.arrays.append(x)
+            known[x] = _ArrayView(len(self.arrays) - 1, (None,) * len(x.aval.shape))
+        return known.get(x)
+
+    def _scalar(self, x: Any) -> int | None:
+        """Returns the node of an operand; of an array without an axis that is whole, the load of its element."""
+        if not isinstance(x, _ArrayView):
+            return x
+        aval = self.arrays[x.array].aval
+        free = [n for n, index in enumerate(x.indices) if index is None and aval.shape[n] != 1]
+        if free:
+            self.refusals.append(f"computes with all of an array {aval.str_short()} for every pair")
+            return None
+        zero = self.constant(0, jnp.int32)
+        return self.add("load", tuple(zero if n is None else n for n in x.indices), aval.dtype, x.array)
+
+    def _translate_step(self, eqn: Any, known: dict[Any, Any]) -> Any:
+        name, (result, *_) = eqn.primitive.name, eqn.outvars
+        operands = [self._read(x, known) for x in eqn.invars]
+        if any(x is None for x in operands):  # its operand is refused
+            return None
+        if name == "dynamic_slice" and isinstance(operands[0], _ArrayView):
+            return self._slice(operands[0], operands[1:], eqn.params["slice_sizes"], eqn.invars[0].aval.shape)
+        if name in UNCHANGED and math.prod(result.aval.shape) == math.prod(eqn.invars[0].aval.shape):
+            return operands[0]
+        if name not in OPERATIONS | {"add_any"} or math.prod(result.aval.shape) != 1:
+            self.refusals.append(f"has the operation {name}, which the kernels do not have")
+            return None
+        scalars = [self._scalar(x) for x in operands]
+        if any(x is None for x in scalars):
+            return None
+        if kind := _unknown_dtype(name, [str(x.aval.dtype) for x in (result, *eqn.invars)]):
+            self.refusals.append(f"computes {name} of {kind}, the kernels have {', '.join(DTYPES)}")
+            return None
+        return self._operation(name, [x for x in scalars if x is not None], result.aval.dtype, eqn.params.get("y"))
+
+    def _slice(self, view: _ArrayView, starts: list[Any], sizes: tuple[int, ...], shape: tuple[int, ...]) -> Any:
+        """Returns a view with further indices, clamped to the array as `dynamic_slice` does."""
+        axes = [n for n, index in enumerate(view.indices) if index is None]
+        indices, whole = list(view.indices), self.arrays[view.array].aval.shape
+        axes = [n for n in axes if whole[n] != 1] if len(axes) != len(shape) else axes
+        kept = [n for n, size in enumerate(shape) if size != 1] if len(axes) != len(shape) else list(range(len(shape)))
+        for axis, n in zip(axes, kept, strict=True):
+            if sizes[n] == shape[n]:
+                continue
+            if sizes[n] != 1:
+                self.refusals.append(f"takes {sizes[n]} elements of an array at once, the kernels load single ones")
+                return None
+            start = self._scalar(starts[n])
+            if start is None:
+                return None
+            limits = self.constant(0, jnp.int32), self.constant(shape[n] - 1, jnp.int32)
+            indices[axis] = self._operation("clamp", [limits[0], start, limits[1]], jnp.int32)
+        return _ArrayView(view.array, tuple(indices))
+
+    def _operation(self, name: str, operands: list[int], dtype: Any, exponent: Any = None) -> int:
+        name, nodes = "add" if name == "add_any" else name, [self.nodes[n] for n in operands]
+        if name == "convert_element_type" and nodes[0].dtype == str(dtype):
+            return operands[0]
+        if name == "square":
+            name, exponent = "integer_pow", 2
+        simple = _simplified(name, nodes, operands)
+        if simple is not None:
+            return simple
+        if name == "lt" and nodes[0].operation in INDEX_NAMES and nodes[1].value == 0:
+            return self.constant(False, dtype)  # JAX counts negative indices of an array from its end
+        if all(x.operation == "constant" for x in nodes):
+            values = [jnp.asarray(x.value, x.dtype) for x in nodes]
+            return self.constant(compute_node(ScalarNode(name, (), str(jnp.dtype(dtype)), exponent), values), dtype)
+        return self.add(name, tuple(operands), dtype, exponent)
+
+
+def _unknown_dtype(name: str, dtypes: list[str]) -> str | None:
+    """Returns the dtype, of the result and the operands of an operation, for which kernels do not have it."""
+    result, *operands = dtypes
+    if name == "convert_element_type":
+        known = result in DTYPES and operands[0] in LOADED_DTYPES
+        return None if known else f"{operands[0]} to {result}"
+    of_one_kind = {"rem": "int32", "select_n": "bool"}
+    if name in of_one_kind and operands[0] != of_one_kind[name]:
+        return operands[0]
+    return next((kind for kind in dtypes if kind not in DTYPES), None)
+
+
+def _simplified(name: str, nodes: list[ScalarNode], operands: list[int]) -> int | None:
+    """Returns the operand that an operation leaves as it is, or None."""
+    if name == "mul":
+        for n in (0, 1):
+            if nodes[n].operation == "constant" and nodes[n].value == 1:
+                return operands[1 - n]
+    if name == "select_n" and nodes[0].operation == "constant":
+        return operands[1 + int(nodes[0].value)]  # type: ignore[call-overload]
+    return None
+
+
+def _is_literal(x: Any) -> bool:
+    from jax.extend.core import Literal
+
+    return isinstance(x, Literal)
+
+
+def _in_dtype(x: Any, variable: Any) -> Any:
+    """Returns an array in the dtype that the program was traced with."""
+    return jnp.asarray(x).astype(variable.aval.dtype)

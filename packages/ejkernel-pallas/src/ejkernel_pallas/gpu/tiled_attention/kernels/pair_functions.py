@@ -1,0 +1,270 @@
+"""Computes `score_mod` and `mask_mod` of a tile of scores, in registers.
+
+The caller's function is a program of scalars. A thread computes what depends on a row only for each of its two rows,
+what depends on a column only for each of its columns, and the remaining operations for every pair.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jaxlib.mlir.dialects import arith, vector
+
+from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.planning.scalar_programs import ScalarProgram, loaded_arrays
+from ejkernel_pallas.gpu.hopper import scalar_operations
+from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
+from ejkernel_pallas.gpu.hopper.registers import (
+    float32_constant,
+    int32_constant,
+    replace_registers,
+    unpack_pair,
+    unpack_row_value,
+)
+from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
+from ejkernel_pallas.gpu.tiled_attention.kernels.tile_masks import first_column_of_thread
+from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
+
+FIRST_INDICES = "pair_first_indices"
+"""The operand with the index of each batch row in the whole call and, in a shard, those of its first head, query and
+key.
+"""
+UNIFORM_INT32 = plgpu.Layout.WG_SPLAT(())
+
+
+@dataclasses.dataclass(frozen=True)
+class PairTile:
+    """A tile of scores, whose pairs the functions get.
+
+    Attributes:
+        operands: References to the kernel's operands.
+        batch_row: Index of the batch row in the operands.
+        head: Index of the query head.
+        first_query: Index of the tile's first query.
+        first_key: Index of its first key.
+        rows_are_queries: Whether queries are the tile's rows and keys its columns; otherwise it is transposed.
+    """
+
+    operands: dict[str, Any]
+    batch_row: Any
+    head: Any
+    first_query: Any
+    first_key: Any
+    rows_are_queries: bool
+
+    def array_refs(self, name: str, program: ScalarProgram) -> list[Any]:
+        """Returns references to the arrays that a function loads elements of."""
+        refs = [self.operands[_array_name(name, n)] for n in range(len(program.array_ranks))]
+        return [ref.at[I32(0) if ref.shape[0] == 1 else self.batch_row] for ref in refs]
+
+    def indices(self) -> tuple[Any, ...]:
+        """Returns the batch row, the head, the first row and the first column, by their indices in the whole call."""
+        indices = [self.batch_row, self.head, self.first_query, self.first_key]
+        if (first := self.operands.get(FIRST_INDICES)) is not None:
+            batch_row, *offsets = (first[self.batch_row, n] for n in range(first.shape[1]))
+            # Without offsets the call is no shard of another one.
+            indices = [batch_row, *(x + offset for x, offset in zip(indices[1:], offsets or [0] * 3, strict=True))]
+        return tuple(indices if self.rows_are_queries else [indices[n] for n in (0, 1, 3, 2)])
+
+
+def pair_operands(record: TiledAttention, spec: HopperSpec) -> dict[str, jax.Array]:
+    """Returns the operands that the functions of a record read: each array that they load elements of, [1, ...]."""
+    operands: dict[str, jax.Array] = {}
+    for name in ("score_mod", "mask_mod"):
+        function = getattr(record, name)
+        for n, array in enumerate(() if function is None else loaded_arrays(function)):
+            array = array.astype(jnp.int32) if array.dtype == jnp.bool_ else array
+            operands[_array_name(name, n)] = array.reshape(1, *(array.shape or (1,)))
+    read = frozenset().union(*(x.inputs_read for x in (spec.score_mod, spec.mask_mod) if x is not None))
+    rows = jnp.arange(spec.batch_size, dtype=jnp.int32)[:, None]
+    if read and record.dropout_origin is not None:
+        operands[FIRST_INDICES] = jnp.pad(rows, ((0, 0), (0, 3))) + record.dropout_origin.astype(jnp.int32)
+    elif "b" in read:
+        operands[FIRST_INDICES] = rows
+    return operands
+
+
+def modify_scores(spec: HopperSpec, scores: jax.Array, tile: PairTile) -> jax.Array:
+    """Returns scores after `score_mod`, if there is one, from products of queries and keys, or their tanh under a soft
+    cap.
+    """
+    if spec.score_mod is None:
+        return scores
+    return _map_pairs(scores, tile, "score_mod", spec.score_mod, spec.score_mod.result, spec.score_unit)
+
+
+def multiply_by_slope(spec: HopperSpec, weights: jax.Array, scores: jax.Array, tile: PairTile) -> jax.Array:
+    """Returns weights times the derivative of `score_mod` by the score, from the scores before it; 0 for a weight of
+    zero, whatever the derivative is.
+    """
+    assert spec.score_mod is not None  # the caller looked
+    assert spec.score_mod.slope is not None
+    slopes = _map_pairs(scores, tile, "score_mod", spec.score_mod, spec.score_mod.slope, spec.score_unit)
+    return _zero_without_weight(weights, slopes)
+
+
+def mask_pairs(spec: HopperSpec, scores: jax.Array, tile: PairTile) -> jax.Array:
+    """Returns scores with -inf for pairs that `mask_mod`, if there is one, does not let attend."""
+    if spec.mask_mod is None:
+        return scores
+    return _map_pairs(scores, tile, "mask_mod", spec.mask_mod, spec.mask_mod.result, None)
+
+
+def _array_name(name: str, n: int) -> str:
+    return f"{name}_array_{n}"
+
+
+def _zero_without_weight(weights: jax.Array, slopes: jax.Array) -> jax.Array:
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA),
+        return_type=plgpu.ShapeDtypeStruct(weights.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
+    )
+    def multiply(_: Any, weights: Any, slopes: Any) -> Any:
+        zero, registers = float32_constant(0.0), []
+        for both in zip(weights.registers.flat, slopes.registers.flat, strict=True):
+            pairs = zip(*map(unpack_pair, both), strict=True)
+            products = [
+                arith.select(arith.cmpf(arith.CmpFPredicate.OEQ, weight, zero), zero, arith.mulf(weight, slope))
+                for weight, slope in pairs
+            ]
+            registers.append(vector.from_elements(both[0].type, products))
+        return replace_registers(weights, registers)
+
+    return multiply(weights, slopes)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+
+
+def _map_pairs(
+    scores: jax.Array, tile: PairTile, name: str, program: ScalarProgram, node: int, score_unit: float | None
+) -> jax.Array:
+    """Returns the value of a node for every pair of a tile.
+
+    Args:
+        scores: Float32 [rows, columns].
+        tile: The tile.
+        name: The function's name.
+        program: The function.
+        node: The node of a number; or of a mask, for which scores are returned that are -inf where it is False.
+        score_unit: Factor on the scores that the function gets; None for a mask.
+    """
+    batch_row, head, first_row, first_column = (jnp.asarray(x, jnp.int32) for x in tile.indices())
+    row = plgpu.broadcasted_iota(jnp.int32, (WGMMA_M,), 0, layout=ROW_LAYOUT) + first_row
+    refs = tile.array_refs(name, program)
+
+    @plgpu.inline_mgpu(
+        arg_types=(
+            plgpu.Layout.WGMMA,
+            ROW_LAYOUT,
+            *(UNIFORM_INT32 for _ in range(3)),
+            *(plgpu.RefType() for _ in refs),
+        ),
+        return_type=plgpu.ShapeDtypeStruct(scores.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
+    )
+    def compute(_: Any, scores: Any, rows: Any, batch_row: Any, head: Any, first_column: Any, *arrays: Any) -> Any:
+        batch_row, head, first_column = (x.registers.item() for x in (batch_row, head, first_column))
+        pairs = _PairValues(
+            program,
+            arrays,
+            {"b": batch_row, "h": head},
+            [unpack_row_value(x) for x in rows.registers.flat],
+            arith.addi(first_column, first_column_of_thread()),
+            tile.rows_are_queries,
+        )
+        return _map_registers(scores, functools.partial(_new_score, pairs, node, score_unit))
+
+    return compute(scores, row, batch_row, head, first_column, *refs)  # pyright: ignore[reportCallIssue]
+
+
+def _new_score(pairs: "_PairValues", node: int, score_unit: float | None, row: int, column: int, score: Any) -> Any:
+    if score_unit is None:
+        minus_infinity = float32_constant(-math.inf)
+        return arith.select(pairs.compute(node, row, column, None), score, minus_infinity)
+    return pairs.compute(node, row, column, arith.mulf(score, float32_constant(score_unit)))
+
+
+def _map_registers(tile: Any, function: Callable[[int, int, Any], Any]) -> Any:
+    """Returns a tile of a function of the row, of a thread's two, of the column, from its first one, and the element.
+
+    A thread has two of every eight columns; registers alternate between its two rows.
+    """
+    registers: list[Any] = []
+    for number, register in enumerate(tile.registers.flat):
+        column_group, half = divmod(number, 2)
+        values = [function(half, 8 * column_group + n, x) for n, x in enumerate(unpack_pair(register))]
+        registers.append(vector.from_elements(register.type, values))
+    return replace_registers(tile, registers)
+
+
+class _PairValues:
+    """The values of a program's nodes for the pairs of a thread. What depends on one row or column is computed once."""
+
+    def __init__(
+        self,
+        program: ScalarProgram,
+        arrays: tuple[Any, ...],
+        uniform: dict[str, Any],
+        rows: list[Any],
+        first_column: Any,
+        rows_are_queries: bool,
+    ) -> None:
+        self._program, self._arrays, self._uniform = program, arrays, uniform
+        self._rows, self._first_column = rows, first_column
+        self._row_name, self._column_name = ("q_idx", "k_idx") if rows_are_queries else ("k_idx", "q_idx")
+        self._known: dict[tuple[Any, ...], Any] = {}
+
+    def compute(self, result: int, row: int, column: int, score: Any) -> Any:
+        """Returns the value of a node for a pair with a score."""
+        of_pair: dict[int, Any] = {}
+
+        def read(n: int) -> Any:
+            return of_pair[n] if n in of_pair else self._known[self._key(n, row, column)]
+
+        for n in self._program.live_nodes(result):
+            key = self._key(n, row, column)
+            if self._is_of_pair(n):
+                of_pair[n] = self._value(n, [read(x) for x in self._program.nodes[n].operands], row, column, score)
+            elif key not in self._known:
+                operands = [read(x) for x in self._program.nodes[n].operands]
+                self._known[key] = self._value(n, operands, row, column, score)
+        return read(result)
+
+    def _is_of_pair(self, n: int) -> bool:
+        reads = self._program.reads[n]
+        return "score" in reads or reads >= {"q_idx", "k_idx"}
+
+    def _key(self, n: int, row: int, column: int) -> tuple[Any, ...]:
+        reads = self._program.reads[n]
+        return n, row if self._row_name in reads else None, column if self._column_name in reads else None
+
+    def _value(self, n: int, operands: list[Any], row: int, column: int, score: Any) -> Any:
+        node = self._program.nodes[n]
+        if node.operation == "score":
+            return score
+        if node.operation in self._uniform:
+            return self._uniform[node.operation]
+        if node.operation == self._row_name:
+            return self._rows[row]
+        if node.operation == self._column_name:
+            return arith.addi(self._first_column, int32_constant(column))
+        if node.operation == "constant":
+            return scalar_operations.constant(node)
+        if node.operation == "load":
+            array: Any = self._arrays[node.value]  # type: ignore[call-overload]
+            return scalar_operations.load_element(node, array, operands or [int32_constant(0)])
+        operand_dtype = self._program.nodes[node.operands[0]].dtype
+        is_approximate = "score" in self._program.reads[n]
+        if node.operation == "div" and operand_dtype == "float32" and is_approximate:
+            return self._quotient(node.operands[1], operands)
+        return scalar_operations.compute(node, operand_dtype, operands, is_approximate)
+
+    def _quotient(self, divisor: int, operands: list[Any]) -> Any:
+        """Returns a quotient of a score; by a constant it is a product, which takes a tenth of the instructions."""
+        node = self._program.nodes[divisor]
+        if node.operation == "constant" and node.value:
+            value: Any = node.value
+            return arith.mulf(operands[0], float32_constant(1.0 / value))
+        return arith.divf(*operands)
