@@ -200,6 +200,15 @@ def tanh(x, FAST: tl.constexpr):
 
 
 @triton.jit
+def power(x, y):
+    """Returns `x` to the power of `y`, float32; NaN if `x` is negative and `y` is no integer."""
+    magnitude = tl.where(y == 0.0, 1.0, tl.exp2(y * tl.log2(tl.abs(x))))
+    is_odd = tl.floor(y * 0.5) * 2.0 != y
+    of_negative = tl.where(tl.floor(y) == y, tl.where(is_odd, -magnitude, magnitude), float("nan"))
+    return tl.where(x < 0.0, of_negative, magnitude)
+
+
+@triton.jit
 def batch_row_address(array, batch, PER: tl.constexpr, ELEMENTS_PER_ENTRY: tl.constexpr):
     """Returns the address of a batch row in an array in which PER rows share one entry, in 64 bits: arrays may be
     large.

@@ -303,6 +303,9 @@ class _Builder:
         name, nodes = "add" if name == "add_any" else name, [self.nodes[n] for n in operands]
         if name == "convert_element_type" and nodes[0].dtype == str(dtype):
             return operands[0]
+        if name == "pow":  # an exponent may be an integer
+            operands = [self._operation("convert_element_type", [x], dtype) for x in operands]
+            nodes = [self.nodes[n] for n in operands]
         if name == "square":
             name, exponent = "integer_pow", 2
         simple = _simplified(name, nodes, operands)

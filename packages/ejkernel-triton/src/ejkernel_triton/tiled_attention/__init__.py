@@ -17,7 +17,10 @@ from ejkernel.families.tiled_attention import (
     causal_window_bounds,
 )
 from ejkernel.families.tiled_attention.block_maps import pattern_refusals
+from ejkernel.families.tiled_attention.function_refusals import function_refusals
 from ejkernel.families.tiled_attention.kinds import tuning_key_of_large_calls
+from ejkernel.families.tiled_attention.mask_functions import mask_function_as_window
+from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
@@ -25,7 +28,17 @@ from ejkernel.planning.fixed_sizes import with_fixed_sizes
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 from ejkernel_triton.tiled_attention import config, forward_mode
 
-HANDLED_FIELDS = MASK_FIELDS | SOFTMAX_FIELDS | DROPOUT_FIELDS | NUMERICS_FIELDS | {"bias", "pattern", "lse_cotangent"}
+HANDLED_FIELDS = (
+    MASK_FIELDS
+    | SOFTMAX_FIELDS
+    | DROPOUT_FIELDS
+    | NUMERICS_FIELDS
+    | {"bias", "pattern", "lse_cotangent"}
+    | {
+        "score_mod",
+        "mask_mod",
+    }
+)
 """Optional fields that the kernels honour."""
 
 
@@ -34,6 +47,17 @@ def _refusal_reasons(record: Any) -> Iterable[str]:
     if str(record.logits_dtype) not in ("float32", "bfloat16", "float16"):
         yield f"logits_dtype {record.logits_dtype} is not among bfloat16, float16, float32"
     yield from pattern_refusals(record)
+    yield from _function_refusals(record)
+
+
+def _function_refusals(record: TiledAttention) -> Iterable[str]:
+    """Yields why the kernels cannot compute the functions of a record: they have the operands of others."""
+    yield from function_refusals(record)
+    record = padding_as_segments(mask_function_as_window(record))
+    if record.score_mod is not None or record.mask_mod is not None:
+        for name in ("bias", "mask"):
+            if getattr(record, name) is not None:
+                yield f"{name}: the kernels have none together with score_mod or mask_mod"
 
 
 FIXED_LENGTH = 4096

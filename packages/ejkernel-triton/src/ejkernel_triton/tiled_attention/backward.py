@@ -4,7 +4,7 @@ With p = exp(s - lse), do and dlse the cotangents of output and lse, and delta_i
 
     dv_j    = sum_i dropout_ij p_ij do_i
     ds_ij   = p_ij (dropout_ij <do_i, v_j> - delta_i)
-    dbias   = ds through the soft cap
+    dbias   = ds through score_mod and the soft cap
     dq_i    = scale sum_j dbias_ij k_j
     dk_j    = scale sum_i dbias_ij q_i
     dsink_h = -sum_i exp(sink_h - lse_i) delta_i
@@ -27,6 +27,7 @@ from ejkernel.families.tiled_attention import (
     subtract_lse_cotangent,
     unnormalised_gradients,
 )
+from ejkernel.families.tiled_attention.mask_functions import mask_function_as_window
 from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments, tiles
 from ejkernel.types.pullback import Pullback
 from ejkernel_triton.launch import ShapeDtype, launch
@@ -60,7 +61,7 @@ def backward(pullback: Pullback, params: TritonBackward) -> Gradients:
         return unnormalised_gradients(backward, pullback, params)
     (key_tile, query_tile), record, requested = (
         backward_tiles(params),
-        padding_as_segments(pullback.record),
+        padding_as_segments(mask_function_as_window(pullback.record)),
         pullback.grad_fields,
     )
     delta = _output_cotangent_products(pullback, record)
@@ -163,7 +164,7 @@ def _query_gradient(record: TiledAttention, per_query_inputs: tuple[Any, ...], t
             **query_tile_constants(record, tile),
             "NUM_TILES": num_tiles,
             "LIST_SHAPE": blocks.list_shape,
-            "REVERSE_TILES": record.causal,
+            "REVERSE_TILES": record.causal or record.mask_mod is not None,
         },
     )
     return dquery

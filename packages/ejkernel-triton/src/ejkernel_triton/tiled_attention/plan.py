@@ -6,7 +6,8 @@ are the full ones among them:
     first        full_start              full_end       last
       |  partial  |          full           |  partial   |
 
-With a pattern every tile has a list: full blocks first, then the partial ones, each with the id of its tile mask.
+With a pattern or `mask_mod` every tile has a list: full blocks first, then the partial ones, each with the id of its
+tile mask, which is 0 without a pattern.
 """
 
 import dataclasses
@@ -19,6 +20,7 @@ import numpy as np
 from ejkernel.families.tiled_attention import TiledAttention, block_maps, make_dropout_keys
 from ejkernel.families.tiled_attention.block_maps import BlockMap, block_map
 from ejkernel.families.tiled_attention.tile_pairs import classify_tile_pairs, nonempty_and_full_tile_runs, tile_cuts
+from ejkernel_triton.tiled_attention.spec import has_pair_functions, pair_function_words
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,7 @@ class BlockTables:
 def plan_key_blocks(record: TiledAttention, block_q: int, block_kv: int) -> BlockTables:
     """Returns the key tiles of every query tile: [B|1, query tiles, 4], or [B|1, H|1, query tiles, list]."""
     # Without segments and positions these are NumPy arrays, and the table is a constant of the traced program.
-    if record.pattern is None:
+    if not has_block_lists(record):
         nonempty, full_pairs, xp = classify_tile_pairs(record, *tile_cuts(record, block_q, block_kv))
         return _consecutive_blocks(nonempty, full_pairs, xp)
     return _listed_blocks(block_map(record, block_q, block_kv))
@@ -47,7 +49,7 @@ def plan_key_blocks(record: TiledAttention, block_q: int, block_kv: int) -> Bloc
 
 def plan_query_blocks(record: TiledAttention, block_q: int, block_kv: int) -> BlockTables:
     """Returns the query tiles of every key tile, for all query heads; in the form of `plan_key_blocks`."""
-    if record.pattern is None:
+    if not has_block_lists(record):
         nonempty, full_pairs, xp = classify_tile_pairs(record, *tile_cuts(record, block_q, block_kv))
         return _consecutive_blocks(nonempty.swapaxes(1, 2), full_pairs.swapaxes(1, 2), xp)
     return _listed_blocks(block_map(record, block_q, block_kv).transposed_by_keys())
@@ -68,6 +70,11 @@ def plan_bias_blocks(record: TiledAttention, block_q: int, block_kv: int) -> Blo
     )
 
 
+def has_block_lists(record: TiledAttention) -> bool:
+    """Returns whether every tile has a list of blocks: with a pattern and with `mask_mod`."""
+    return record.pattern is not None or record.mask_mod is not None
+
+
 def _consecutive_blocks(nonempty_blocks: Any, full_blocks: Any, xp: Any) -> BlockTables:
     table = xp.stack(nonempty_and_full_tile_runs(nonempty_blocks, full_blocks, xp), axis=-1).astype(np.int32)
     return BlockTables(block_lists=jnp.asarray(table), tile_masks=None, list_shape=None)
@@ -82,19 +89,23 @@ def _listed_blocks(pattern_block_map: BlockMap) -> BlockTables:
     longest].
     """
     lists = block_maps.block_lists(pattern_block_map)
-    entries = jnp.stack([jnp.asarray(lists.blocks), jnp.asarray(lists.mask_ids)], axis=-1)
+    mask_ids = jnp.zeros_like(lists.blocks) if lists.mask_ids is None else jnp.asarray(lists.mask_ids)
+    entries = jnp.stack([jnp.asarray(lists.blocks), mask_ids], axis=-1)
     counts = jnp.stack([jnp.asarray(lists.full), jnp.asarray(lists.count)], axis=-1)
     table = jnp.concatenate([counts, entries.reshape(*entries.shape[:-2], -1)], axis=-1)
     return BlockTables(
-        block_lists=table, tile_masks=_tile_mask_array(pattern_block_map), list_shape=(table.shape[1], table.shape[3])
+        block_lists=table,
+        tile_masks=None if lists.mask_ids is None else _tile_mask_array(pattern_block_map),
+        list_shape=(table.shape[1], table.shape[3]),
     )
 
 
 def kernel_operands(record: TiledAttention, blocks: BlockTables) -> tuple[jax.Array | None, ...]:
     """Returns the inputs of every kernel, in their order; the backward kernels take more after them.
 
-    Query, key, value, block lists, segment ids of queries and keys, positions of queries and keys, bias, mask, sinks
-    [1, H], dropout's keys of the rows [B, H, T] and of the columns [1, S], and tile masks.
+    Query, key, value, block lists, segment ids of queries and keys, positions of queries and keys, bias, mask or the
+    words of the caller's functions, sinks [1, H], dropout's keys of the rows [B, H, T] and of the columns [1, S], and
+    tile masks.
     """
     return (
         record.query,
@@ -106,7 +117,7 @@ def kernel_operands(record: TiledAttention, blocks: BlockTables) -> tuple[jax.Ar
         record.q_positions,
         record.kv_positions,
         record.bias,
-        record.mask,
+        pair_function_words(record) if has_pair_functions(record) else record.mask,
         None if record.softmax_aux is None else record.softmax_aux[None],
         *(make_dropout_keys(record) if record.dropout_prob > 0.0 else (None, None)),
         blocks.tile_masks,

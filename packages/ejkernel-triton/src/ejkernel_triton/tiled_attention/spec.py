@@ -1,8 +1,10 @@
 """The compile-time constants of the tiled-attention kernels."""
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -10,11 +12,16 @@ from ejkernel.arithmetic import LOG2E
 from ejkernel.families.tiled_attention import TiledAttention, causal_window_bounds
 from ejkernel.ops.device import current_device
 from ejkernel.planning import dropout
+from ejkernel.planning.scalar_programs import loaded_arrays, scalar_program
 from ejkernel_triton.launch import is_interpreting
+from ejkernel_triton.scalar_functions import pack_arrays, triton_function
 from ejkernel_triton.sizes import AttentionSizes, pad_to_dot_size
 
 LOWEST_LOG2_SCORE = -3e38
 """The lowest score in base 2: scores that a bias sets to the lowest float must stay finite."""
+
+NUM_ORIGIN_WORDS = 4
+"""The words before the arrays of `score_mod` and `mask_mod`."""
 
 Strides = tuple[int, int, int, int]
 
@@ -49,6 +56,11 @@ class TiledSpec(AttentionSizes):
         COLUMNS_PER_SLICE: Columns per product, for rows too long for registers; None for all.
         PRECISION: How Triton multiplies float32 tiles.
         WIDEN_TO_FLOAT32: Whether operands are converted first: the interpreter multiplies the bits of bfloat16.
+        SCORE_MOD: The `triton.jit` function of `score_mod`, or None.
+        MASK_MOD: That of `mask_mod`, or None.
+        FUNCTION_WORDS: Words of the buffer with what these functions read, from `pair_function_words`; None without
+            them.
+        BATCH: Batch rows of the call with these functions; None without them.
     """
 
     SCALE: float
@@ -74,6 +86,10 @@ class TiledSpec(AttentionSizes):
     COLUMNS_PER_SLICE: int | None
     PRECISION: str
     WIDEN_TO_FLOAT32: bool
+    SCORE_MOD: Any = None
+    MASK_MOD: Any = None
+    FUNCTION_WORDS: int | None = None
+    BATCH: int | None = None
 
 
 class SharedMemoryCopies(NamedTuple):
@@ -129,7 +145,7 @@ def make_spec(record: TiledAttention, block_q: int, block_kv: int, *, slice_rows
         SCALE=record.softmax_scale,
         SCORES_ARE_ONLY_SCALED=is_scaled_product,
         LOG2_SCORE_FACTOR=record.softmax_scale * LOG2E if is_scaled_product else LOG2E,
-        SCORES_MAY_BE_MINUS_INF=record.bias is not None,
+        SCORES_MAY_BE_MINUS_INF=record.bias is not None or record.score_mod is not None,
         WINDOW_LEFT=left,
         WINDOW_RIGHT=right,
         HAS_Q_POSITIONS=record.q_positions is not None,
@@ -149,18 +165,49 @@ def make_spec(record: TiledAttention, block_q: int, block_kv: int, *, slice_rows
         COLUMNS_PER_SLICE=64 if slice_rows else None,
         PRECISION=_precision(record, vendor),
         WIDEN_TO_FLOAT32=is_interpreting() and record.query.dtype == jnp.bfloat16,
+        **_pair_functions(record),
     )
+
+
+def _pair_functions(record: TiledAttention) -> dict[str, Any]:
+    """Returns the constants of the caller's functions, and the words of their arrays."""
+    if not has_pair_functions(record):
+        return {}
+    constants: dict[str, Any] = {}
+    num_words = NUM_ORIGIN_WORDS
+    for name in ("score_mod", "mask_mod"):
+        function = getattr(record, name)
+        if function is not None:
+            shapes = tuple(x.shape for x in jax.eval_shape(loaded_arrays, function))
+            constants[name.upper()] = triton_function(name, scalar_program(function), shapes, num_words)
+            num_words += sum(map(math.prod, shapes))
+    return {**constants, "FUNCTION_WORDS": num_words, "BATCH": record.query.shape[0]}
+
+
+def pair_function_words(record: TiledAttention) -> jax.Array:
+    """Returns what the caller's functions read, int32 [1, words]: the index in the whole call of the first batch row,
+    head, query and key, and then the arrays.
+    """
+    origin = jnp.zeros(NUM_ORIGIN_WORDS, jnp.int32) if record.dropout_origin is None else record.dropout_origin
+    functions = [x for x in (record.score_mod, record.mask_mod) if x is not None]
+    return pack_arrays([origin.astype(jnp.int32), *(array for x in functions for array in loaded_arrays(x))])
 
 
 def _is_scaled_product(record: TiledAttention) -> bool:
     """Returns whether a score is a product times a positive factor, with nothing else applied."""
-    has_other_terms = record.bias is not None or record.logits_soft_cap is not None
+    terms = (record.bias, record.logits_soft_cap, record.score_mod)
+    has_other_terms = any(x is not None for x in terms)
     return not has_other_terms and record.logits_dtype == jnp.float32 and record.softmax_scale > 0
+
+
+def has_pair_functions(record: TiledAttention) -> bool:
+    """Returns whether the caller gives `score_mod` or `mask_mod`."""
+    return record.score_mod is not None or record.mask_mod is not None
 
 
 def has_modified_scores(record: TiledAttention) -> bool:
     """Returns whether scores are more than scaled products of queries and keys."""
-    arrays = (record.bias, record.mask, record.pattern, record.logits_soft_cap)
+    arrays = (record.bias, record.mask, record.pattern, record.logits_soft_cap, record.score_mod, record.mask_mod)
     return any(x is not None for x in arrays) or record.dropout_prob > 0
 
 
@@ -171,7 +218,7 @@ def has_segments_or_positions(record: TiledAttention) -> bool:
 
 def attends_to_everything(record: TiledAttention) -> bool:
     """Returns whether every query attends to every key."""
-    return causal_window_bounds(record) == (None, None) and record.pattern is None
+    return causal_window_bounds(record) == (None, None) and record.pattern is None and record.mask_mod is None
 
 
 def longest_padded_row(record: TiledAttention) -> int:

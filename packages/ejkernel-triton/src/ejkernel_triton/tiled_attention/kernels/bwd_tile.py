@@ -101,10 +101,11 @@ def score_gradient(weights, cap_slope, a, b, queries, keys, delta, argmax, spec:
         # Here delta is the gradient of the row maximum, which goes to the key that has it.
         k, _, _, _, _ = keys
         gradient -= tl.where(k == argmax, delta, 0.0)
-    if spec.SOFT_CAP is not None:
+    if spec.SOFT_CAP is not None or spec.SCORE_MOD is not None:
         gradient = gradient * cap_slope
-    if MASKED and spec.HAS_SEGMENTS:
-        # Products of other segments' rows may overflow float32, and 0 x inf is NaN.
+    if MASKED and (spec.HAS_SEGMENTS or spec.SCORE_MOD is not None):
+        # Products of other segments' rows may overflow float32, and the derivative of `score_mod` may be infinite for a
+        # masked pair: 0 x inf is NaN.
         gradient = tl.where(weights == 0.0, 0.0, gradient)
     return gradient
 

@@ -245,7 +245,9 @@ def _key_block_step(
         tile_max = to_log2_scores(max_score, spec)
         row_argmax = tl.where(tile_max > row_max, tile_argmax, tl.where(tile_max < row_max, row_argmax, first_argmax))
     shift = new_max
-    if MASKED or spec.BIAS_STRIDES is not None:  # a row may have no key so far: -inf - -inf would be NaN
+    if (
+        MASKED or spec.BIAS_STRIDES is not None or spec.SCORE_MOD is not None
+    ):  # a row may have no key so far: -inf - -inf would be NaN
         shift = minus_inf_to_zero(new_max)
     weights = tl.exp2(to_log2_scores(scores, spec) - shift[:, None])
     # Rescales the previous sums to the new maximum: 0 at a row's first key, whose old maximum is -inf.

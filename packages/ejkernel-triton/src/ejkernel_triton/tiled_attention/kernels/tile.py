@@ -115,6 +115,9 @@ def attending_pairs(queries, keys, mask_bases, spec: tl.constexpr):
         pairs = pairs & (k_position >= q_position - spec.WINDOW_LEFT)
     if spec.WINDOW_RIGHT is not None:
         pairs = pairs & (k_position <= q_position + spec.WINDOW_RIGHT)
+    if spec.MASK_MOD is not None:
+        words, batch, head, first_query, first_key = mask
+        pairs = pairs & spec.MASK_MOD(batch, head, q + first_query, k + first_key, words, spec.FAST_TANH)
     if spec.PATTERN_TILE_SHAPE is not None:
         # No bounds checks: a tile mask is as large as a tile, also past the ends of queries and keys.
         pairs = pairs & (tl.load(tile_mask + (q * spec.PATTERN_TILE_SHAPE[1] + k)) != 0)
@@ -138,7 +141,16 @@ def offset_of_pair(q, k, Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, spec: t
 def pair_bases(bias, mask, batch, head, spec: tl.constexpr, per: tl.constexpr):
     """Returns the addresses of a head and batch row in the bias and in the mask; the pointers themselves without
     them.
+
+    With `score_mod` or `mask_mod` there is neither: both are what the functions read. These are the words of their
+    arrays, from the operand `mask`; the batch row and the head; and the index of the first query and of the first key.
     """
+    if spec.FUNCTION_WORDS is not None:
+        words = mask + tl.cast(batch // per.MASK, tl.int64) * spec.FUNCTION_WORDS
+        # Indices in the whole call, of which this one may be a shard; under vmap a row's index counts in its own call.
+        row = batch % spec.BATCH + tl.load(words)
+        bias = (words, row, head + tl.load(words + 1), tl.load(words + 2), tl.load(words + 3))
+        mask = bias
     if spec.BIAS_STRIDES is not None:
         bias = (
             bias
@@ -197,24 +209,27 @@ def tile_mask_id(blocks, i):
 @triton.jit
 def tile_mask_base(tile_masks, id, q_start, k_start, spec: tl.constexpr):
     """Returns the address of a tile's mask, shifted so that `attending_pairs` can index it by the pair's indices in the
-    whole call.
+    whole call; `tile_masks` itself without a pattern.
 
     Those indices are in registers anyway.
     """
-    SIZE: tl.constexpr = spec.PATTERN_TILE_SHAPE[0] * spec.PATTERN_TILE_SHAPE[1]
-    return tile_masks + (tl.cast(id, tl.int64) * SIZE - q_start * spec.PATTERN_TILE_SHAPE[1] - k_start)
+    if spec.PATTERN_TILE_SHAPE is None:
+        return tile_masks
+    else:
+        SIZE: tl.constexpr = spec.PATTERN_TILE_SHAPE[0] * spec.PATTERN_TILE_SHAPE[1]
+        return tile_masks + (tl.cast(id, tl.int64) * SIZE - q_start * spec.PATTERN_TILE_SHAPE[1] - k_start)
 
 
 @triton.jit
 def modify_scores(scores, queries, keys, bias, spec: tl.constexpr):
-    """Converts products of queries and keys to scores, which times FACTOR are in log2; also returns the soft cap's
-    derivative.
+    """Converts products of queries and keys to scores, which times FACTOR are in log2; also returns the derivative of
+    the soft cap and `score_mod`.
     """
     cap_slope = 1.0
     if spec.SCORES_ARE_ONLY_SCALED:
         return scores, cap_slope
     else:
-        # The order that every backend keeps: scale, bias, soft cap, rounding; the mask comes after.
+        # The order that every backend keeps: scale, bias, soft cap, `score_mod`, rounding; the mask comes after.
         scores = scores * spec.SCALE
         if spec.BIAS_STRIDES is not None:
             q, q_valid, _, _, _ = queries
@@ -228,6 +243,12 @@ def modify_scores(scores, queries, keys, bias, spec: tl.constexpr):
             capped = tanh_scores * spec.SOFT_CAP
             # tanh(-inf) is -1, so pairs that a bias of -inf masks must be masked again.
             scores = tl.where(scores == float("-inf"), scores, capped) if spec.BIAS_STRIDES is not None else capped
+        if spec.SCORE_MOD is not None:
+            q, _, _, _, _ = queries
+            k, _, _, _, _ = keys
+            words, batch, head, first_query, first_key = bias
+            scores, slope = spec.SCORE_MOD(scores, batch, head, q + first_query, k + first_key, words, spec.FAST_TANH)
+            cap_slope = cap_slope * slope
         if spec.SCORE_ROUNDING_DTYPE == "bfloat16":
             scores = round_bfloat16(scores)
         if spec.SCORE_ROUNDING_DTYPE == "float16":
