@@ -136,7 +136,8 @@ def check(ours: Any, theirs: Any) -> None:
     """Raises an error where a side's outputs differ from ours."""
     for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         x, y = (
-            array if isinstance(array, jax.Array) else jnp.from_dlpack(array.contiguous()) for array in (one, other)
+            array if isinstance(array, jax.Array) else jnp.from_dlpack(array.detach().contiguous())
+            for array in (one, other)
         )
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
         np.testing.assert_allclose(jnp.max(jnp.abs(x - y)), 0, atol=2e-2 * max(1.0, float(jnp.abs(y).max())))

@@ -87,6 +87,17 @@ class ScalarProgram:
         """Returns the nodes that a node depends on, and itself, in order."""
         return _live_nodes(self, result)
 
+    def reads_both(self, node: int) -> bool:
+        """Returns whether a node depends on both the query and the key."""
+        return self.reads[node] >= {"q_idx", "k_idx"}
+
+    def terms(self) -> tuple[int, ...]:
+        """Returns the nodes of bools that all have to hold for the result."""
+        found = [self.result]
+        while any(self.nodes[n].operation == "and" for n in found):
+            found = [x for n in found for x in (self.nodes[n].operands if self.nodes[n].operation == "and" else (n,))]
+        return tuple(dict.fromkeys(found))
+
     @property
     def inputs_read(self) -> frozenset[str]:
         """Returns the inputs that the result depends on."""
@@ -269,7 +280,7 @@ class _Builder:
             return self._slice(operands[0], operands[1:], eqn.params["slice_sizes"], eqn.invars[0].aval.shape)
         if name in UNCHANGED and math.prod(result.aval.shape) == math.prod(eqn.invars[0].aval.shape):
             return operands[0]
-        if name not in OPERATIONS | {"add_any"} or math.prod(result.aval.shape) != 1:
+        if name not in OPERATIONS | {"add_any", "one_minus_square"} or math.prod(result.aval.shape) != 1:
             self.refusals.append(f"has the operation {name}, which the kernels do not have")
             return None
         scalars = [self._scalar(x) for x in operands]
@@ -299,6 +310,13 @@ class _Builder:
             indices[axis] = self._operation("clamp", [limits[0], start, limits[1]], jnp.int32)
         return _ArrayView(view.array, tuple(indices))
 
+    def _is_distance(self, node: ScalarNode) -> bool:
+        """Returns whether a node is the difference of two indices, or its absolute value."""
+        operands = [self.nodes[n] for n in node.operands]
+        if node.operation == "abs" and node.dtype == "int32":
+            return self._is_distance(operands[0])
+        return node.operation == "sub" and all(x.operation in INDEX_NAMES for x in operands)
+
     def _operation(self, name: str, operands: list[int], dtype: Any, exponent: Any = None) -> int:
         name, nodes = "add" if name == "add_any" else name, [self.nodes[n] for n in operands]
         if name == "convert_element_type" and nodes[0].dtype == str(dtype):
@@ -308,6 +326,12 @@ class _Builder:
             nodes = [self.nodes[n] for n in operands]
         if name == "square":
             name, exponent = "integer_pow", 2
+        if name == "one_minus_square":  # in the derivative of tanh, from JAX 0.11 on
+            return self._operation("sub", [self.constant(1, dtype), self._operation("square", operands, dtype)], dtype)
+        if name == "convert_element_type" and jnp.issubdtype(dtype, jnp.floating) and self._is_distance(nodes[0]):
+            # Floats of both indices are exact up to 2**24, and computed once per query and key.
+            parts = [self._operation("convert_element_type", [x], dtype) for x in nodes[0].operands]
+            return self._operation(nodes[0].operation, parts, dtype)
         simple = _simplified(name, nodes, operands)
         if simple is not None:
             return simple

@@ -27,7 +27,7 @@ from ejkernel.families.tiled_attention import (
     subtract_lse_cotangent,
     unnormalised_gradients,
 )
-from ejkernel.families.tiled_attention.mask_functions import mask_function_as_window
+from ejkernel.families.tiled_attention.mask_terms import mask_function_as_arguments
 from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments, tiles
 from ejkernel.types.pullback import Pullback
 from ejkernel_triton.launch import ShapeDtype, launch
@@ -61,7 +61,7 @@ def backward(pullback: Pullback, params: TritonBackward) -> Gradients:
         return unnormalised_gradients(backward, pullback, params)
     (key_tile, query_tile), record, requested = (
         backward_tiles(params),
-        padding_as_segments(mask_function_as_window(pullback.record)),
+        padding_as_segments(mask_function_as_arguments(pullback.record)),
         pullback.grad_fields,
     )
     delta = _output_cotangent_products(pullback, record)

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterable
 
-from ejkernel.families.tiled_attention.mask_functions import mask_function_as_window
+from ejkernel.families.tiled_attention.mask_terms import mask_function_as_arguments
 from ejkernel.families.tiled_attention.record import TiledAttention
 from ejkernel.planning.scalar_programs import scalar_program
 
 
 def function_refusals(record: TiledAttention) -> Iterable[str]:
     """Yields why kernels cannot compute the functions of a record; a window needs no function."""
-    record = mask_function_as_window(record)
+    record = mask_function_as_arguments(record)
     for name in ("score_mod", "mask_mod"):
         function = getattr(record, name)
         if function is not None:

@@ -10,7 +10,7 @@ A tile may be empty or full although its bounds say that it is partial: kernels 
 other operations of both indices are evaluated for every pair instead.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.planning.scalar_programs import ScalarNode, ScalarProgram, compute_node, loaded_arrays, scalar_program
+from ejkernel.planning.scalar_programs import ScalarProgram, compute_node, loaded_arrays, scalar_program
 from ejkernel.types.pair_functions import INDEX_NAMES, PairFunction
 
 INT32 = np.iinfo(np.int32)
@@ -43,10 +43,7 @@ def bounds_of_tiles(
     program = scalar_program(function)
     if program.refusals or not has_known_bounds(program):
         return None
-    indices: dict[str, jax.Array] = {}
-    for axis, (name, size) in enumerate(zip(INDEX_NAMES, sizes, strict=True)):
-        index = jnp.arange(size, dtype=jnp.int32) + (0 if origin is None else origin[axis].astype(jnp.int32))
-        indices[name] = index.reshape([size if n == axis else 1 for n in range(4)])
+    indices = indices_of_sizes(sizes, origin)
     may, must = _interval_of_result(program, indices, loaded_arrays(function), block)[::-1]
     shape = (*np.broadcast_shapes(may.shape[:2]), cdiv(sizes[2], block[0]), cdiv(sizes[3], block[1]))
     return jnp.broadcast_to(may, shape), jnp.broadcast_to(must, shape)
@@ -56,7 +53,7 @@ def has_known_bounds(program: ScalarProgram) -> bool:
     """Returns whether all operations of both the query and the key that the result depends on have bounds."""
     for n in program.live_nodes(program.result):
         node = program.nodes[n]
-        if _reads_both(program, n):
+        if program.reads_both(n):
             operands = {program.nodes[x].dtype for x in node.operands}
             if node.operation not in RULES or "float32" in operands | {node.dtype}:
                 return False
@@ -67,14 +64,11 @@ def has_known_bounds(program: ScalarProgram) -> bool:
     return True
 
 
-def _reads_both(program: ScalarProgram, n: int) -> bool:
-    return program.reads[n] >= {"q_idx", "k_idx"}
-
-
 def _interval_of_result(
-    program: ScalarProgram, indices: dict[str, jax.Array], arrays: tuple[jax.Array, ...], block: tuple[int, int]
+    program: ScalarProgram, indices: Sequence[jax.Array], arrays: tuple[jax.Array, ...], block: tuple[int, int]
 ) -> Interval:
-    values: dict[int, Any] = {}  # of nodes of one query or of one key
+    live = program.live_nodes(program.result)
+    values = values_of_nodes(program, [n for n in live if not program.reads_both(n)], indices, arrays)
     intervals: dict[int, Interval] = {}
 
     def interval(n: int) -> Interval:
@@ -82,27 +76,48 @@ def _interval_of_result(
             intervals[n] = _interval_over_tiles(values[n], block)
         return intervals[n]
 
-    for n in program.live_nodes(program.result):
-        node = program.nodes[n]
-        if _reads_both(program, n):
-            intervals[n] = RULES[node.operation](*(interval(x) for x in node.operands))
-        else:
-            values[n] = _value(node, [values[x] for x in node.operands], indices, arrays)
+    for n in live:
+        if program.reads_both(n):
+            intervals[n] = RULES[program.nodes[n].operation](*(interval(x) for x in program.nodes[n].operands))
     return interval(program.result)
 
 
-def _value(
-    node: ScalarNode, operands: list[Any], indices: dict[str, jax.Array], arrays: tuple[jax.Array, ...]
-) -> jax.Array:
-    """Returns the values of a node for all batch rows, heads, queries and keys that it depends on."""
-    if node.operation in indices:
-        return indices[node.operation]
-    if node.operation == "constant":
-        return jnp.full((1, 1, 1, 1), node.value, node.dtype)
-    if node.operation == "load":
-        array = arrays[node.value]  # type: ignore[index]
-        return array[tuple(operands)] if operands else array.reshape(1, 1, 1, 1)
-    return compute_node(node, list(jnp.broadcast_arrays(*operands)))
+def values_of_nodes(
+    program: ScalarProgram, nodes: Iterable[int], indices: Sequence[jax.Array], arrays: tuple[jax.Array, ...]
+) -> dict[int, Any]:
+    """Returns the values of nodes, each after its operands, for all rows, heads, queries and keys that they depend on.
+
+    Args:
+        program: The program.
+        nodes: The nodes, with all that they depend on.
+        indices: int32 [B|1, 1, 1, 1], [1, H|1, 1, 1], [1, 1, T|1, 1] and [1, 1, 1, S|1].
+        arrays: The arrays that it loads elements of.
+    """
+    inputs, values = dict(zip(INDEX_NAMES, indices, strict=True)), dict[int, Any]()
+    for n in nodes:
+        node = program.nodes[n]
+        operands = [values[x] for x in node.operands]
+        if node.operation in inputs:
+            values[n] = inputs[node.operation]
+        elif node.operation == "constant":
+            values[n] = jnp.full((1, 1, 1, 1), node.value, node.dtype)
+        elif node.operation == "load":
+            array = arrays[node.value]  # type: ignore[index]
+            values[n] = array[tuple(operands)] if operands else array.reshape(1, 1, 1, 1)
+        else:
+            values[n] = compute_node(node, list(jnp.broadcast_arrays(*operands)))
+    return values
+
+
+def indices_of_sizes(sizes: Sequence[int], origin: jax.Array | None = None) -> tuple[jax.Array, ...]:
+    """Returns the indices of batch rows, heads, queries and keys, from the origin's on: int32 [B, 1, 1, 1], [1, H, 1,
+    1], [1, 1, T, 1] and [1, 1, 1, S].
+    """
+    starts = [0] * 4 if origin is None else [origin[axis].astype(jnp.int32) for axis in range(4)]
+    return tuple(
+        (jnp.arange(size, dtype=jnp.int32) + start).reshape([size if n == axis else 1 for n in range(4)])
+        for axis, (size, start) in enumerate(zip(sizes, starts, strict=True))
+    )
 
 
 def _interval_over_tiles(values: jax.Array, block: tuple[int, int]) -> Interval:

@@ -16,8 +16,9 @@ import numpy as np
 from jax import lax
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.tiled_attention.mask_bounds import bounds_of_tiles
+from ejkernel.families.tiled_attention.mask_bounds import bounds_of_tiles, values_of_nodes
 from ejkernel.families.tiled_attention.record import TiledAttention, Window, causal_window_bounds
+from ejkernel.planning.scalar_programs import ScalarProgram
 from ejkernel.types.pair_functions import PairFunction, PairProgram
 
 PAIRS_PER_STEP = 2**22
@@ -37,18 +38,23 @@ def mask_function_as_window(record: TiledAttention) -> TiledAttention:
         return record
     if function.program.inputs_read & {"b", "h"} or not queries or not keys:
         return record
-    window = _window_of(function.program, queries, keys)
+    window = window_of(function.program, queries, keys)
     if window is None:
         return record
+    return dataclasses.replace(with_window(record, window), mask_mod=None)
+
+
+def with_window(record: TiledAttention, window: Window) -> TiledAttention:
+    """Returns the record with a further window, in place of its causal mask and window."""
     (left, right), (first, last) = causal_window_bounds(record), window
     left = first if left is None else left if first is None else min(left, first)
     right = last if right is None else right if last is None else min(right, last)
     sides = None if (left, right) == (None, None) else (left, right)
-    return dataclasses.replace(record, mask_mod=None, causal=False, sliding_window=sides)
+    return dataclasses.replace(record, causal=False, sliding_window=sides)
 
 
 @functools.lru_cache(maxsize=64)
-def _window_of(program: PairProgram, queries: int, keys: int) -> Window | None:
+def window_of(program: PairProgram | ScalarProgram, queries: int, keys: int) -> Window | None:
     """Returns (left, right) such that exactly the pairs with `-left <= k - q <= right` attend; None if there is none.
 
     A side that restricts no pair of these lengths is None.
@@ -67,14 +73,19 @@ def _window_of(program: PairProgram, queries: int, keys: int) -> Window | None:
     return None if low <= 1 - queries else -low, None if high >= keys - 1 else high
 
 
-def _spans_of_queries(program: PairProgram, queries: int, keys: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _spans_of_queries(
+    program: PairProgram | ScalarProgram, queries: int, keys: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns, for every query, how many keys attend, and the first and the last of them, int32 [queries]."""
     key = jnp.arange(keys, dtype=jnp.int32)
     zero = jnp.zeros((1, 1, 1, 1), jnp.int32)
 
     def of_query(query: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        function = PairFunction(captured=(), program=program)
-        pairs = function.of_pairs(zero, zero, query.reshape(1, 1, 1, 1), key.reshape(1, 1, 1, -1))
+        indices = zero, zero, query.reshape(1, 1, 1, 1), key.reshape(1, 1, 1, -1)
+        if isinstance(program, PairProgram):
+            pairs = PairFunction(captured=(), program=program).of_pairs(*indices)
+        else:
+            pairs = values_of_nodes(program, program.live_nodes(program.result), indices, ())[program.result]
         pairs = jnp.broadcast_to(pairs.reshape(-1), (keys,))
         first, last = jnp.where(pairs, key, keys).min(), jnp.where(pairs, key, -1).max()
         return jnp.sum(pairs, dtype=jnp.int32), first, last

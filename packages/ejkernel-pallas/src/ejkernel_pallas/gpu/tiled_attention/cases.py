@@ -59,6 +59,24 @@ def _document_inputs(key: jax.Array) -> dict[str, Any]:
     return {"mask_mod": mask_mod, "score_mod": _decay, "causal": False}
 
 
+def _document_and_window_inputs(key: jax.Array) -> dict[str, Any]:
+    """Returns a mask that is as good as segment ids and a window, and a soft cap by function."""
+    documents = jnp.cumsum(jax.random.bernoulli(key, 0.02, (2, 320)), axis=1) - 1
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        return (documents[b, q_idx] == documents[b, k_idx]) & (k_idx <= q_idx) & (q_idx - k_idx < 100)
+
+    return {"mask_mod": mask_mod, "score_mod": _soft_cap, "causal": False}
+
+
+def _window_inputs(key: jax.Array) -> dict[str, Any]:
+    return {"mask_mod": _window_of_two_sides, "score_mod": _decay, "causal": False}
+
+
+def _soft_cap(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+    return 3.0 * jnp.tanh(score / 3.0)
+
+
 def _prefix_inputs(key: jax.Array) -> dict[str, Any]:
     """Returns a prefix that grows with the head, a soft cap by function, and a bias by bucket of the distance."""
     buckets = jax.random.randint(key, (8, 4), -5, 5)
@@ -110,7 +128,8 @@ _FUNCTION_TABLE: tuple[tuple[str, dict[str, int], Callable[[jax.Array], dict[str
     ("prefix, soft cap and buckets by function, 192 and 128", {"d": 192, "v": 128}, _prefix_inputs),
     ("documents and decay by function, 256", {"d": 256, "v": 256}, _document_inputs),
     ("prefix, soft cap and buckets by function, 256", {"d": 256, "v": 256}, _prefix_inputs),
-    ("window by function", {"d": 64, "v": 64}, lambda key: {"mask_mod": _window_of_two_sides, "causal": False}),
+    ("window and decay by function", {"d": 64, "v": 64}, _window_inputs),
+    ("documents by function", {"d": 64, "v": 64}, _document_and_window_inputs),
     ("functions, blocks of 64, segments, soft cap", {"d": 64, "v": 64}, _function_inputs),
 )
 
@@ -118,7 +137,7 @@ _FUNCTION_TABLE: tuple[tuple[str, dict[str, int], Callable[[jax.Array], dict[str
 def cases() -> dict[str, tuple[Case, ...]]:
     """Returns the conformance cases of each operation, by its name."""
     patterns = tuple(_case(*row, exercises=("pattern",)) for row in _CASE_TABLE)
-    functions = tuple(_case(*row, exercises=("mask_mod",)) for row in _FUNCTION_TABLE)
+    functions = tuple(_case(*row, exercises=("score_mod", "mask_mod")) for row in _FUNCTION_TABLE)
     return {"blocksparse_attention": patterns + functions}
 
 

@@ -8,7 +8,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
-from ejkernel.families.tiled_attention.mask_functions import mask_function_as_window
+from ejkernel.families.tiled_attention.mask_terms import mask_function_as_arguments
 from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments
 from ejkernel.planning.batch_rows import run_with_batch_rows
 from ejkernel_pallas.gpu.hopper import tile_scheduler
@@ -50,7 +50,7 @@ def forward(record: TiledAttention, params: HopperForward) -> tuple[jax.Array, S
     Returns:
         Output [B, T, H, D] in the query's dtype, and the residuals for the backward pass.
     """
-    record = mask_function_as_window(record)
+    record = mask_function_as_arguments(record)
     spec = make_spec(record)
     tile = forward_tile(params, spec)
     operands = _make_operands(record, spec, tile)

@@ -14,6 +14,7 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jaxlib.mlir.dialects import arith, vector
+from jaxlib.mlir.dialects import math as math_dialect
 
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.planning.scalar_programs import ScalarProgram, loaded_arrays
@@ -226,11 +227,32 @@ class _PairValues:
         for n in self._program.live_nodes(result):
             key = self._key(n, row, column)
             if self._is_of_pair(n):
+                if (product := self._fused_product(n)) is not None:
+                    of_pair[n] = self._multiply_add(n, product, read)
+                    continue
                 of_pair[n] = self._value(n, [read(x) for x in self._program.nodes[n].operands], row, column, score)
             elif key not in self._known:
                 operands = [read(x) for x in self._program.nodes[n].operands]
                 self._known[key] = self._value(n, operands, row, column, score)
         return read(result)
+
+    def _fused_product(self, n: int) -> int | None:
+        """Returns the product that a sum of float32 adds: they are one instruction. An unused product is removed."""
+        node, nodes = self._program.nodes[n], self._program.nodes
+        if node.operation not in ("add", "sub") or node.dtype != "float32":
+            return None
+        products = [x for x in node.operands if nodes[x].operation == "mul" and self._is_of_pair(x)]
+        return products[-1] if products else None
+
+    def _multiply_add(self, n: int, product: int, read: Callable[[int], Any]) -> Any:
+        """Returns the sum or difference of a product and another operand."""
+        node, (x, y) = self._program.nodes[n], self._program.nodes[product].operands
+        left, right = node.operands
+        if node.operation == "add":
+            return math_dialect.fma(read(x), read(y), read(left if right == product else right))
+        if right == product:
+            return math_dialect.fma(arith.negf(read(x)), read(y), read(left))
+        return math_dialect.fma(read(x), read(y), arith.negf(read(right)))
 
     def _is_of_pair(self, n: int) -> bool:
         reads = self._program.reads[n]

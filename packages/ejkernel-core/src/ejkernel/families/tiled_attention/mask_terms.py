@@ -1,0 +1,78 @@
+"""Writes `mask_mod` as arguments of the call where it is no more than those say: kernels have faster paths for them.
+
+(documents[b, q_idx] == documents[b, k_idx]) & (documents[b, k_idx] >= 0) & (k_idx <= q_idx)
+ ─────────────────────────────────────────      ────────────────────────      ──────────────
+ segment ids                                    padding: a negative id        a window
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.families.tiled_attention.mask_bounds import indices_of_sizes, values_of_nodes
+from ejkernel.families.tiled_attention.mask_functions import mask_function_as_window, window_of, with_window
+from ejkernel.families.tiled_attention.record import TiledAttention
+from ejkernel.planning.scalar_programs import ScalarProgram, loaded_arrays, scalar_program
+
+MIDDLE_ID, MAX_ID = 2**30, 2**31 - 1
+SIDES = ("q_idx", "k_idx")
+
+
+def mask_function_as_arguments(record: TiledAttention) -> TiledAttention:
+    """Returns the record with a `mask_mod` that is a window, equal ids of documents, conditions on the query or on the
+    key alone, or all of these, as a window and segment ids; other records as they are.
+
+    Segment ids keep the order of ids from -2**30 to 2**30. Two ids that differ by exactly 2**31 are taken for one.
+    """
+    record = mask_function_as_window(record)
+    arguments = (record.q_positions, record.kv_positions, record.q_segment_ids, record.kv_segment_ids)
+    if record.mask_mod is None or record.dropout_origin is not None or not all(x is None for x in arguments):
+        return record
+    program, queries, keys = scalar_program(record.mask_mod), record.query.shape[1], record.key.shape[1]
+    if program.refusals or not queries or not keys:
+        return record
+    of_both = [n for n in program.terms() if program.reads_both(n)]
+    equal = [n for n in of_both if _is_equality_of_sides(program, n)]
+    others = [n for n in of_both if n not in equal]
+    if len(equal) > 1 or "h" in program.inputs_read or any(_loads(program, n) for n in others):
+        return record
+    windows = [window_of(dataclasses.replace(program, result=n), queries, keys) for n in others]
+    if any(window is None for window in windows):
+        return record
+    for window in windows:
+        record = with_window(record, window) if window is not None else record
+    q_ids, k_ids = _segment_ids(record, program, equal)
+    return dataclasses.replace(record, mask_mod=None, q_segment_ids=q_ids, kv_segment_ids=k_ids)
+
+
+def _is_equality_of_sides(program: ScalarProgram, n: int) -> bool:
+    """Returns whether a node compares a number of the query with one of the key."""
+    node = program.nodes[n]
+    sides = [program.reads[x] & set(SIDES) for x in node.operands]
+    integers = all(program.nodes[x].dtype == "int32" for x in node.operands)
+    return node.operation == "eq" and integers and sorted(map(tuple, sides)) == sorted((side,) for side in SIDES)
+
+
+def _loads(program: ScalarProgram, n: int) -> bool:
+    return "b" in program.reads[n] or any(program.nodes[x].operation == "load" for x in program.live_nodes(n))
+
+
+def _segment_ids(record: TiledAttention, program: ScalarProgram, equal: Sequence[int]) -> tuple[jax.Array, jax.Array]:
+    """Returns the segment ids of queries and keys, int32 [B, T] and [B, S]."""
+    function, (batch, queries, heads, _), keys = record.mask_mod, record.query.shape, record.key.shape[1]
+    assert function is not None  # the caller looked
+    terms = [n for n in program.terms() if not program.reads_both(n)]
+    compared = [x for n in equal for x in program.nodes[n].operands]
+    live = sorted(set().union(*(program.live_nodes(n) for n in (*terms, *compared))))
+    values = values_of_nodes(program, live, indices_of_sizes((batch, heads, queries, keys)), loaded_arrays(function))
+    ids = []
+    for side, length in zip(SIDES, (queries, keys), strict=True):
+        found = jnp.zeros((1, 1, 1, 1), jnp.int32)
+        for n in compared:
+            found = (values[n] + MIDDLE_ID) & MAX_ID if side in program.reads[n] else found
+        for n in terms:
+            found = found if program.reads[n] & (set(SIDES) - {side}) else jnp.where(values[n], found, -1)
+        ids.append(jnp.broadcast_to(found.reshape(found.shape[0], -1), (batch, length)))
+    return ids[0], ids[1]
