@@ -19,8 +19,7 @@ from ejkernel.families.tiled_attention import (
 from ejkernel.families.tiled_attention.block_maps import pattern_refusals
 from ejkernel.families.tiled_attention.function_refusals import function_refusals
 from ejkernel.families.tiled_attention.kinds import tuning_key_of_large_calls
-from ejkernel.families.tiled_attention.mask_terms import mask_function_as_arguments
-from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments
+from ejkernel.families.tiled_attention.mask_terms import needs_mask_function
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
@@ -53,8 +52,7 @@ def _refusal_reasons(record: Any) -> Iterable[str]:
 def _function_refusals(record: TiledAttention) -> Iterable[str]:
     """Yields why the kernels cannot compute the functions of a record: they have the operands of others."""
     yield from function_refusals(record)
-    record = padding_as_segments(mask_function_as_arguments(record))
-    if record.score_mod is not None or record.mask_mod is not None:
+    if record.score_mod is not None or needs_mask_function(record):
         for name in ("bias", "mask"):
             if getattr(record, name) is not None:
                 yield f"{name}: the kernels have none together with score_mod or mask_mod"

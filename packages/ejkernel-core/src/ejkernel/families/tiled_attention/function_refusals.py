@@ -2,17 +2,16 @@
 
 from collections.abc import Iterable
 
-from ejkernel.families.tiled_attention.mask_terms import mask_function_as_arguments
+from ejkernel.families.tiled_attention.mask_terms import needs_mask_function
 from ejkernel.families.tiled_attention.record import TiledAttention
 from ejkernel.planning.scalar_programs import scalar_program
 
 
 def function_refusals(record: TiledAttention) -> Iterable[str]:
     """Yields why kernels cannot compute the functions of a record; a window needs no function."""
-    record = mask_function_as_arguments(record)
     for name in ("score_mod", "mask_mod"):
         function = getattr(record, name)
-        if function is not None:
+        if function is not None and (name == "score_mod" or needs_mask_function(record)):
             yield from (f"{name}: {reason}" for reason in scalar_program(function).refusals)
     if record.score_mod is None or record.dropout_prob == 0:
         return

@@ -6,14 +6,13 @@
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from ejkernel.families.tiled_attention.mask_bounds import indices_of_sizes, values_of_nodes
 from ejkernel.families.tiled_attention.mask_functions import mask_function_as_window, window_of, with_window
-from ejkernel.families.tiled_attention.record import TiledAttention
+from ejkernel.families.tiled_attention.record import TiledAttention, Window
 from ejkernel.planning.scalar_programs import ScalarProgram, loaded_arrays, scalar_program
 
 MIDDLE_ID, MAX_ID = 2**30, 2**31 - 1
@@ -27,24 +26,35 @@ def mask_function_as_arguments(record: TiledAttention) -> TiledAttention:
     Segment ids keep the order of ids from -2**30 to 2**30. Two ids that differ by exactly 2**31 are taken for one.
     """
     record = mask_function_as_window(record)
+    windows = _windows_of_terms(record)
+    if windows is None:
+        return record
+    q_ids, k_ids = _segment_ids(record)
+    for window in windows:
+        record = with_window(record, window)
+    return dataclasses.replace(record, mask_mod=None, q_segment_ids=q_ids, kv_segment_ids=k_ids)
+
+
+def needs_mask_function(record: TiledAttention) -> bool:
+    """Returns whether `mask_function_as_arguments` leaves the record a `mask_mod`; its arrays may be abstract."""
+    record = mask_function_as_window(record)
+    return record.mask_mod is not None and _windows_of_terms(record) is None
+
+
+def _windows_of_terms(record: TiledAttention) -> tuple[Window, ...] | None:
+    """Returns the windows that `mask_mod` has in addition to segment ids; None if it has other terms, too."""
     arguments = (record.q_positions, record.kv_positions, record.q_segment_ids, record.kv_segment_ids)
     if record.mask_mod is None or record.dropout_origin is not None or not all(x is None for x in arguments):
-        return record
+        return None
     program, queries, keys = scalar_program(record.mask_mod), record.query.shape[1], record.key.shape[1]
-    if program.refusals or not queries or not keys:
-        return record
+    if program.refusals or "h" in program.inputs_read or not queries or not keys:
+        return None
     of_both = [n for n in program.terms() if program.reads_both(n)]
-    equal = [n for n in of_both if _is_equality_of_sides(program, n)]
-    others = [n for n in of_both if n not in equal]
-    if len(equal) > 1 or "h" in program.inputs_read or any(_loads(program, n) for n in others):
-        return record
+    others = [n for n in of_both if not _is_equality_of_sides(program, n)]
+    if len(of_both) - len(others) > 1 or any(_loads(program, n) for n in others):
+        return None
     windows = [window_of(dataclasses.replace(program, result=n), queries, keys) for n in others]
-    if any(window is None for window in windows):
-        return record
-    for window in windows:
-        record = with_window(record, window) if window is not None else record
-    q_ids, k_ids = _segment_ids(record, program, equal)
-    return dataclasses.replace(record, mask_mod=None, q_segment_ids=q_ids, kv_segment_ids=k_ids)
+    return None if any(x is None for x in windows) else tuple(x for x in windows if x is not None)
 
 
 def _is_equality_of_sides(program: ScalarProgram, n: int) -> bool:
@@ -59,10 +69,12 @@ def _loads(program: ScalarProgram, n: int) -> bool:
     return "b" in program.reads[n] or any(program.nodes[x].operation == "load" for x in program.live_nodes(n))
 
 
-def _segment_ids(record: TiledAttention, program: ScalarProgram, equal: Sequence[int]) -> tuple[jax.Array, jax.Array]:
+def _segment_ids(record: TiledAttention) -> tuple[jax.Array, jax.Array]:
     """Returns the segment ids of queries and keys, int32 [B, T] and [B, S]."""
     function, (batch, queries, heads, _), keys = record.mask_mod, record.query.shape, record.key.shape[1]
     assert function is not None  # the caller looked
+    program = scalar_program(function)
+    equal = [n for n in program.terms() if _is_equality_of_sides(program, n)]
     terms = [n for n in program.terms() if not program.reads_both(n)]
     compared = [x for n in equal for x in program.nodes[n].operands]
     live = sorted(set().union(*(program.live_nodes(n) for n in (*terms, *compared))))
