@@ -59,7 +59,7 @@ def _tokamax(cell: Any, implementation: str, q: jax.Array, k: jax.Array, v: jax.
     )
 
 
-def _torch_passes(call: Callable[..., Any], arrays: tuple[jax.Array, ...]) -> tuple[Callable[[], Any], ...]:
+def torch_passes(call: Callable[..., Any], arrays: tuple[jax.Array, ...]) -> tuple[Callable[[], Any], ...]:
     """Both passes of a PyTorch function of [B, H, T, D] tensors, on [B, T, H, D] arrays."""
     import torch
 
@@ -86,7 +86,7 @@ def _sdpa(cell: Any, backend: str, arrays: tuple[jax.Array, ...]) -> tuple[Calla
         with attention.sdpa_kernel(getattr(attention.SDPBackend, backend)):
             return scaled_dot_product_attention(q, k, v, is_causal=cell.causal, enable_gqa=cell.heads != cell.kv_heads)
 
-    return _torch_passes(call, arrays)
+    return torch_passes(call, arrays)
 
 
 def _flex(cell: Any, arrays: tuple[jax.Array, ...]) -> tuple[Callable[[], Any], ...]:
@@ -115,7 +115,7 @@ def _flex(cell: Any, arrays: tuple[jax.Array, ...]) -> tuple[Callable[[], Any], 
     compiled = torch.compile(flex_attention)
     score_mod = None if cell.soft_cap is None else apply_soft_cap
     call = functools.partial(compiled, score_mod=score_mod, block_mask=mask, enable_gqa=cell.heads != cell.kv_heads)
-    return _torch_passes(call, arrays)
+    return torch_passes(call, arrays)
 
 
 def keep_triton_cache() -> None:

@@ -62,7 +62,7 @@ class Problem:
         return np.searchsorted(np.sort(starts), np.arange(self.length), side="right").astype(np.int32)
 
 
-def functions_of(problem: Problem, xp: Any, ids: Any) -> dict[str, Function | None]:
+def functions_of(problem: Problem, xp: Any, ids: Any) -> dict[str, Any]:
     """The problem's `score_mod` and `mask_mod`, written with NumPy's names.
 
     Args:
@@ -128,7 +128,7 @@ def flex_passes(problem: Problem) -> tuple[Callable[[], Any], ...]:
     if functions["mask_mod"] is not None:
         mask = create_block_mask(functions["mask_mod"], None, None, problem.length, problem.length, device="cuda")
     call = functools.partial(torch.compile(flex_attention), score_mod=functions["score_mod"], block_mask=mask)
-    forward, both = shared.gpu_peers._torch_passes(call, problem.inputs())
+    forward, both = shared.gpu_peers.torch_passes(call, problem.inputs())
     return lambda: forward().transpose(1, 2), both
 
 

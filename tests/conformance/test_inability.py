@@ -44,6 +44,12 @@ INABILITY = {
             r"(score|mask)_mod: got an array \S+ indexed by query and key together, the kernels index arrays by one .*",
             r"(score|mask)_mod: got [\w, ]+ of both query and key or of the score, which the kernels do not have",
             rf"(score|mask)_mod: got {N} values of a head, query or key, the kernels take at most {N}",
+            r"(score|mask)_mod: has the operation \w+, which the kernels do not have",
+            r"(score|mask)_mod: computes with all of an array \S+ for every pair",
+            r"(score|mask)_mod: (computes \w+ of|reads an array of) [\w ]+, the kernels (have|load) [\w, ]+",
+            rf"(score|mask)_mod: takes {N} elements of an array at once, the kernels load single ones",
+            r"score_mod: has another derivative by the score than 1, which the kernels do not combine with dropout",
+            r"(bias|mask): the kernels have none together with score_mod or mask_mod",
         ]
     ),
     "rows that do not begin where copies can, or do not fill a tile": "|".join(

@@ -12,8 +12,9 @@ FLASH = ("flash_attention",)
 SPARSE = ("blocksparse_attention",)
 OTHERS = ("scaled_dot_product_attention", "flash_mla", "mla_decode")
 MASKS = "(causal or window or segments or pack or padded or positions or mask)"
-# What the kernels do not have: the slopes of ALiBi, T5's bias of distances, score_mod and mask_mod.
+# What the kernels do not have: the slopes of ALiBi, T5's bias of distances, and gradients of what score_mod reads.
 REFUSED = "(slopes or distances or function)"
+FUNCTIONS = "(test_value and function and lse and not test_shapes and not test_residuals and not test_eager)"
 # Cases in bfloat16 that join features are there for kernels in 16 bits alone. These have each feature in float32, too.
 FEW = "not (bfloat16 and (dropout or sinks or keys or many or heads))"
 VALUES = f"(test_value and not test_shapes and not test_residuals and not test_eager and {FEW})"
@@ -34,7 +35,7 @@ ALL = " or ".join(
 # The tests of a case are in one process, where they share its reference. Operations other than flash attention lower
 # to the same record, so each has what its own cases add: their numbers.
 PARTS = {
-    "masks": (FLASH, f"({ALL}) and {MASKS} and not {REFUSED}"),
+    "masks": (FLASH, f"(({ALL}) and {MASKS} and not {REFUSED}) or {FUNCTIONS}"),
     "the rest": (FLASH, f"({ALL}) and not {MASKS} and not {REFUSED}"),
     "patterns": (
         SPARSE,

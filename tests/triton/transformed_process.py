@@ -41,6 +41,7 @@ def main():
 
     np.testing.assert_allclose(slope("triton", jax.checkpoint), slope("xla", lambda f: f), rtol=2e-5, atol=2e-5)
     pattern_by_parts(mesh)
+    functions_by_parts(mesh, query, key, value)
     mapped(query, key, value)
     hidden(query, key, value)
     long_rows()
@@ -62,6 +63,23 @@ def pattern_by_parts(mesh):
     want = jax.jit(jax.grad(functools.partial(loss, {"platform": "xla"}), (0, 1, 2)))(query, key, value)
     got = jax.jit(jax.grad(functools.partial(loss, sharded), (0, 1, 2)))(query, key, value)
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=2e-5, atol=2e-5), got, want)
+
+
+def functions_by_parts(mesh, query, key, value):
+    """Functions of pairs whose indices are those of the whole call, and their gradients, in shards."""
+    lengths = jnp.array([30, 41])
+
+    def score_mod(score, b, h, q_idx, k_idx):
+        return 2 * jnp.tanh(score / 2) * (h + 1) - b * jnp.abs(q_idx - k_idx) ** 0.5
+
+    def loss(query, key, value, **sharded):
+        mask = {"mask_mod": lambda b, h, q_idx, k_idx: (k_idx <= q_idx + 4 * h) & (k_idx < lengths[b] - q_idx % 2)}
+        return (flash_attention(query, key, value, score_mod=score_mod, **mask, **sharded) ** 2).sum()
+
+    sharded = {"platform": "triton", "mesh": mesh, "in_specs": (SPEC, SPEC, SPEC), "out_specs": SPEC}
+    want = jax.jit(jax.grad(functools.partial(loss, platform="xla"), (0, 1, 2)))(query, key, value)
+    got = jax.jit(jax.grad(functools.partial(loss, **sharded), (0, 1, 2)))(query, key, value)
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-4), got, want)
 
 
 def mapped(query, key, value):

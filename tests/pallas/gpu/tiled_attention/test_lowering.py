@@ -1,5 +1,7 @@
 """The Mosaic GPU kernels lowered for CUDA without a GPU: layouts, shared memory and shapes are checked by lowering."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.device import DeviceInfo
+from ejkernel.types.pair_functions import mask_function, score_function
 from ejkernel.types.pullback import Pullback
 from ejkernel.types.sparse_masks import NumpyMask
 from ejkernel_pallas.gpu.tiled_attention import config
@@ -72,6 +75,19 @@ def test_a_call_and_its_gradients_lower(size, feature):
     assert {name: x.shape for name, x in gradients.items()} == {name: getattr(record, name).shape for name in gradients}
 
 
+@pytest.mark.parametrize("size", [64, 256])
+def test_functions_of_pairs_lower(size):
+    """A soft cap, whose derivative the backward pass needs, and a mask that reads an array by batch row and key."""
+    starts = jnp.zeros((2, 512), jnp.int32)
+    functions = {
+        "score_mod": score_function("score_mod", lambda s, b, h, q, k: 3 * jnp.tanh(s / 3) + h, jnp.float32),
+        "mask_mod": mask_function("mask_mod", lambda b, h, q, k: (q >= k) | (starts[b, k] == q)),
+    }
+    record = dataclasses.replace(make(size, "full"), **functions)
+    text, _ = lowered(record, tiles_of(record, "forward"), tiles_of(record, "backward"))
+    assert text.count("@mosaic_gpu") == 2
+
+
 @pytest.mark.parametrize("size", [128, 192, 256])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (129, 63), (700, 333)])
 def test_lengths_that_tiles_do_not_divide_lower(queries, keys, size):
@@ -93,8 +109,6 @@ def test_candidates_fit_shared_memory(size):
 
 @pytest.mark.parametrize("name", ["block_q", "block_kv", "stages"])
 def test_invalid_forward_tile_fields_are_errors(name):
-    import dataclasses
-
     record = make(128, "full")
     params = dataclasses.replace(tiles_of(record, "forward"), **{name: 1})
     with pytest.raises(ValueError, match=f"cfg: got {name}=1"):
@@ -102,8 +116,6 @@ def test_invalid_forward_tile_fields_are_errors(name):
 
 
 def test_tiles_that_exceed_shared_memory_are_errors():
-    import dataclasses
-
     record = make(256, "full")
     params = dataclasses.replace(tiles_of(record, "forward"), stages=8)
     with pytest.raises(ValueError, match="shared memory"):
@@ -112,8 +124,6 @@ def test_tiles_that_exceed_shared_memory_are_errors():
 
 @pytest.mark.parametrize(("name", "value", "word"), [("block_kv", 64, "block_kv=128"), ("stages", 9, "shared memory")])
 def test_invalid_backward_tile_fields_are_errors(name, value, word):
-    import dataclasses
-
     record = make(128, "full")
     params = dataclasses.replace(tiles_of(record, "backward"), **{name: value})
     with pytest.raises(ValueError, match=word):

@@ -10,7 +10,7 @@ results, by indices that it may compute from all of its inputs. An operation tha
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -53,7 +53,7 @@ class ScalarNode:
     operation: str
     operands: tuple[int, ...]
     dtype: str
-    value: Hashable = None
+    value: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +135,8 @@ def compute_node(node: ScalarNode, operands: list[Any]) -> Any:
     if node.operation == "integer_pow":
         return operands[0] ** node.value
     functions = {name: getattr(jnp, f"bitwise_{name}") for name in ("and", "or", "not", "xor")}
-    return functions.get(node.operation, getattr(jax.lax, node.operation, None))(*operands)
+    function = functions[node.operation] if node.operation in functions else getattr(jax.lax, node.operation)
+    return function(*operands)
 
 
 def scalar_program(function: PairFunction) -> ScalarProgram:
@@ -155,17 +156,15 @@ def _translated(program: PairProgram) -> tuple[ScalarProgram, Callable[[Sequence
     has_score = len(program.jaxpr.invars) > len(INDEX_NAMES)
     builder = _Builder(jaxpr.invars[:captured])
     names = INPUTS if has_score else INDEX_NAMES
-    known: dict[Any, Any] = {
-        variable: builder.add(name, (), variable.aval.dtype)
-        for name, variable in zip(names, jaxpr.invars[captured:], strict=True)
-    }
+    scalars: list[Any] = list(jaxpr.invars[captured:])
+    known: dict[Any, Any] = {x: builder.add(name, (), x.aval.dtype) for name, x in zip(names, scalars, strict=True)}
     with jax.ensure_compile_time_eval():  # operations of constants are computed
         results = builder.translate(jaxpr, known)
-    scalars = [0 if x is None else x for x in results]  # a refused function has no result
+    nodes = [0 if x is None else x for x in results]  # a refused function has no result
     translated = ScalarProgram(
         nodes=tuple(builder.nodes),
-        result=scalars[0],
-        slope=scalars[1] if has_score else None,
+        result=nodes[0],
+        slope=nodes[1] if has_score else None,
         array_ranks=tuple(len(x.aval.shape) for x in builder.arrays),
         refusals=tuple(dict.fromkeys(builder.refusals)),
     )
@@ -362,7 +361,7 @@ def _simplified(name: str, nodes: list[ScalarNode], operands: list[int]) -> int 
             if nodes[n].operation == "constant" and nodes[n].value == 1:
                 return operands[1 - n]
     if name == "select_n" and nodes[0].operation == "constant":
-        return operands[1 + int(nodes[0].value)]  # type: ignore[call-overload]
+        return operands[1 + int(nodes[0].value)]
     return None
 
 

@@ -102,7 +102,7 @@ def values_of_nodes(
         elif node.operation == "constant":
             values[n] = jnp.full((1, 1, 1, 1), node.value, node.dtype)
         elif node.operation == "load":
-            array = arrays[node.value]  # type: ignore[index]
+            array = arrays[node.value]
             values[n] = array[tuple(operands)] if operands else array.reshape(1, 1, 1, 1)
         else:
             values[n] = compute_node(node, list(jnp.broadcast_arrays(*operands)))
@@ -178,6 +178,14 @@ def _less_or_equal(x: Interval, y: Interval) -> Interval:
     return x[1] <= y[0], x[0] <= y[1]
 
 
+def _maximum(x: Interval, y: Interval) -> Interval:
+    return jnp.maximum(x[0], y[0]), jnp.maximum(x[1], y[1])
+
+
+def _minimum(x: Interval, y: Interval) -> Interval:
+    return jnp.minimum(x[0], y[0]), jnp.minimum(x[1], y[1])
+
+
 def _select(condition: Interval, x: Interval, y: Interval) -> Interval:
     must, may = condition
     low, high = jnp.minimum(x[0], y[0]), jnp.maximum(x[1], y[1])
@@ -191,15 +199,15 @@ RULES: dict[str, Callable[..., Interval]] = {
     "abs": _absolute,
     "add": _add,
     "and": lambda x, y: (x[0] & y[0], x[1] & y[1]),
-    "clamp": lambda low, x, high: tuple(jnp.minimum(jnp.maximum(x[n], low[n]), high[n]) for n in (0, 1)),
-    "convert_element_type": lambda x: tuple(bound.astype(jnp.int32) for bound in x),
+    "clamp": lambda low, x, high: _minimum(_maximum(x, low), high),
+    "convert_element_type": lambda x: (x[0].astype(jnp.int32), x[1].astype(jnp.int32)),
     "eq": _equal,
     "ge": lambda x, y: _less_or_equal(y, x),
     "gt": lambda x, y: _less(y, x),
     "le": _less_or_equal,
     "lt": _less,
-    "max": lambda x, y: (jnp.maximum(x[0], y[0]), jnp.maximum(x[1], y[1])),
-    "min": lambda x, y: (jnp.minimum(x[0], y[0]), jnp.minimum(x[1], y[1])),
+    "max": _maximum,
+    "min": _minimum,
     "ne": lambda x, y: _not(_equal(x, y)),
     "neg": _negate,
     "not": _not,

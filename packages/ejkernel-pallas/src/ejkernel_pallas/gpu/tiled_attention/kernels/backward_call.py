@@ -256,8 +256,10 @@ def make_pair_tile(
     """Returns the pairs of 64 keys and a query block for the caller's functions; None without functions."""
     if not call.spec.has_pair_functions:
         return None
-    indices = item.batch_row, head, query_block_index * call.tile.block_q, first_key
-    return pair_functions.PairTile(call.operands, *lax.optimization_barrier(indices), rows_are_queries=False)
+    batch, head, first_query, first_key = lax.optimization_barrier(
+        (item.batch_row, head, query_block_index * call.tile.block_q, first_key)
+    )
+    return pair_functions.PairTile(call.operands, batch, head, first_query, first_key, rows_are_queries=False)
 
 
 def load_pattern_words(

@@ -293,8 +293,10 @@ def _cap_and_mask_scores(
         scores = jnp.tanh(scores * spec.product_scale)
     if spec.has_pair_functions:
         # Addresses are recomputed for every key block: hoisted out of the loop, they would take registers.
-        item = lax.optimization_barrier((query_tile.item.batch_row, query_tile.item.head, query_tile.first_query))
-        pairs = pair_functions.PairTile(call.operands, *item, key, rows_are_queries=True)
+        batch, head, row = lax.optimization_barrier(
+            (query_tile.item.batch_row, query_tile.item.head, query_tile.first_query)
+        )
+        pairs = pair_functions.PairTile(call.operands, batch, head, row, key, rows_are_queries=True)
         scores = pair_functions.modify_scores(spec, scores, pairs)
         scores = scores if masked_bounds is None else pair_functions.mask_pairs(spec, scores, pairs)
     if masked_bounds is None:

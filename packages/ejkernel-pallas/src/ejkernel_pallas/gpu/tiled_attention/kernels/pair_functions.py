@@ -275,7 +275,7 @@ class _PairValues:
         if node.operation == "constant":
             return scalar_operations.constant(node)
         if node.operation == "load":
-            array: Any = self._arrays[node.value]  # type: ignore[call-overload]
+            array: Any = self._arrays[node.value]
             return scalar_operations.load_element(node, array, operands or [int32_constant(0)])
         operand_dtype = self._program.nodes[node.operands[0]].dtype
         is_approximate = "score" in self._program.reads[n]
