@@ -25,6 +25,8 @@ def as_arguments(mask, **fields):
         lambda b, h, q, k: (DOCUMENTS[b, q] == DOCUMENTS[b, k]) & (k <= q),
         lambda b, h, q, k: (DOCUMENTS[b, k] >= 0) & (q - k < 9) & (DOCUMENTS[b, k] == DOCUMENTS[b, q]) & (q != 3),
         lambda b, h, q, k: (k <= q) & (DOCUMENTS[0, k] >= 0) & (b != 1),
+        lambda b, h, q, k: (jnp.abs(q + 1 - k) <= 9) & (DOCUMENTS[b, q] == DOCUMENTS[b, k]),
+        lambda b, h, q, k: (jnp.abs(k - q - 2) < 9) & (-k > -q - 4) & (2 + q < k + 7) & (DOCUMENTS[b, q] != 1),
     ],
 )
 def test_documents_padding_and_windows_are_found(mask):
@@ -46,6 +48,8 @@ def test_documents_padding_and_windows_are_found(mask):
         lambda b, h, q, k: (DOCUMENTS[b, q] == DOCUMENTS[b, k]) & (h > 0),
         lambda b, h, q, k: (DOCUMENTS[b, q] == DOCUMENTS[b, k]) & (DOCUMENTS[0, q] == DOCUMENTS[0, k]),
         lambda b, h, q, k: (DOCUMENTS[b, q] == DOCUMENTS[b, k]) & (k <= q + DOCUMENTS[0, 0]),
+        lambda b, h, q, k: (DOCUMENTS[b, q] == DOCUMENTS[b, k]) & (k <= 2 * q),
+        lambda b, h, q, k: (DOCUMENTS[b, q] == DOCUMENTS[b, k]) & (k + q <= 30) & (jnp.abs(q - k) < k),
     ],
 )
 def test_other_functions_are_kept(mask):

@@ -128,10 +128,9 @@ def make_spec(record: TiledAttention, block_q: int, block_kv: int, *, slice_rows
         slice_rows: The result of `slices_rows` for the tiles.
     """
     (_, t, h, d), (_, s, hk, dv) = record.query.shape, record.value.shape
-    left, right = causal_window_bounds(record)
-    rounding_dtype = record.logits_dtype if record.logits_dtype != jnp.float32 else None
+    (left, right), vendor = causal_window_bounds(record), current_device().vendor
+    rounding_dtype = None if record.logits_dtype == jnp.float32 else jnp.dtype(record.logits_dtype).name
     is_scaled_product = _is_scaled_product(record)
-    vendor, is_half_precision = current_device().vendor, record.query.dtype != jnp.float32
     return TiledSpec(
         T=t,
         S=s,
@@ -155,8 +154,8 @@ def make_spec(record: TiledAttention, block_q: int, block_kv: int, *, slice_rows
         MASK_STRIDES=_broadcast_strides(record.mask),
         PATTERN_TILE_SHAPE=None if record.pattern is None else (block_q, block_kv),
         SOFT_CAP=record.logits_soft_cap,
-        FAST_TANH=vendor == "nvidia" and is_half_precision and not is_interpreting(),
-        SCORE_ROUNDING_DTYPE=None if rounding_dtype is None else jnp.dtype(rounding_dtype).name,
+        FAST_TANH=vendor == "nvidia" and record.query.dtype != jnp.float32 and not is_interpreting(),
+        SCORE_ROUNDING_DTYPE=rounding_dtype,
         HAS_DROPOUT=record.dropout_prob > 0.0,
         DROPOUT_THRESHOLD=dropout.dropout_threshold(record.dropout_prob),
         KEPT_WEIGHT_SCALE=1.0 / (1.0 - record.dropout_prob),

@@ -16,9 +16,8 @@ import numpy as np
 from jax import lax
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.tiled_attention.mask_bounds import bounds_of_tiles, values_of_nodes
+from ejkernel.families.tiled_attention.mask_bounds import bounds_of_tiles
 from ejkernel.families.tiled_attention.record import TiledAttention, Window, causal_window_bounds
-from ejkernel.planning.scalar_programs import ScalarProgram
 from ejkernel.types.pair_functions import PairFunction, PairProgram
 
 PAIRS_PER_STEP = 2**22
@@ -38,7 +37,7 @@ def mask_function_as_window(record: TiledAttention) -> TiledAttention:
         return record
     if function.program.inputs_read & {"b", "h"} or not queries or not keys:
         return record
-    window = window_of(function.program, queries, keys)
+    window = _window_of(function.program, queries, keys)
     if window is None:
         return record
     return dataclasses.replace(with_window(record, window), mask_mod=None)
@@ -54,7 +53,7 @@ def with_window(record: TiledAttention, window: Window) -> TiledAttention:
 
 
 @functools.lru_cache(maxsize=64)
-def window_of(program: PairProgram | ScalarProgram, queries: int, keys: int) -> Window | None:
+def _window_of(program: PairProgram, queries: int, keys: int) -> Window | None:
     """Returns (left, right) such that exactly the pairs with `-left <= k - q <= right` attend; None if there is none.
 
     A side that restricts no pair of these lengths is None.
@@ -73,19 +72,14 @@ def window_of(program: PairProgram | ScalarProgram, queries: int, keys: int) -> 
     return None if low <= 1 - queries else -low, None if high >= keys - 1 else high
 
 
-def _spans_of_queries(
-    program: PairProgram | ScalarProgram, queries: int, keys: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _spans_of_queries(program: PairProgram, queries: int, keys: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns, for every query, how many keys attend, and the first and the last of them, int32 [queries]."""
     key = jnp.arange(keys, dtype=jnp.int32)
     zero = jnp.zeros((1, 1, 1, 1), jnp.int32)
 
     def of_query(query: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        indices = zero, zero, query.reshape(1, 1, 1, 1), key.reshape(1, 1, 1, -1)
-        if isinstance(program, PairProgram):
-            pairs = PairFunction(captured=(), program=program).of_pairs(*indices)
-        else:
-            pairs = values_of_nodes(program, program.live_nodes(program.result), indices, ())[program.result]
+        function = PairFunction(captured=(), program=program)
+        pairs = function.of_pairs(zero, zero, query.reshape(1, 1, 1, 1), key.reshape(1, 1, 1, -1))
         pairs = jnp.broadcast_to(pairs.reshape(-1), (keys,))
         first, last = jnp.where(pairs, key, keys).min(), jnp.where(pairs, key, -1).max()
         return jnp.sum(pairs, dtype=jnp.int32), first, last

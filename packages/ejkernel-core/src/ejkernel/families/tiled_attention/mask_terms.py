@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.tiled_attention.mask_bounds import indices_of_sizes, values_of_nodes
-from ejkernel.families.tiled_attention.mask_functions import mask_function_as_window, window_of, with_window
+from ejkernel.families.tiled_attention.mask_functions import mask_function_as_window, with_window
 from ejkernel.families.tiled_attention.record import TiledAttention, Window
 from ejkernel.planning.scalar_programs import ScalarProgram, loaded_arrays, scalar_program
 
@@ -51,10 +51,50 @@ def _windows_of_terms(record: TiledAttention) -> tuple[Window, ...] | None:
         return None
     of_both = [n for n in program.terms() if program.reads_both(n)]
     others = [n for n in of_both if not _is_equality_of_sides(program, n)]
-    if len(of_both) - len(others) > 1 or any(_loads(program, n) for n in others):
+    windows = [_window_of_comparison(program, n) for n in others]
+    if len(of_both) - len(others) > 1 or any(x is None for x in windows):
         return None
-    windows = [window_of(dataclasses.replace(program, result=n), queries, keys) for n in others]
-    return None if any(x is None for x in windows) else tuple(x for x in windows if x is not None)
+    return tuple(x for x in windows if x is not None)
+
+
+def _window_of_comparison(program: ScalarProgram, n: int) -> Window | None:
+    """Returns (left, right) such that a comparison holds for exactly `-left <= k - q <= right`; None for others."""
+    node = program.nodes[n]
+    if node.operation not in ("ge", "gt", "le", "lt"):
+        return None
+    smaller, larger = node.operands if node.operation in ("le", "lt") else node.operands[::-1]
+    strict = node.operation in ("gt", "lt")
+    if program.nodes[smaller].operation == "abs":
+        distance, limit = _linear_form(program, program.nodes[smaller].operands[0]), _linear_form(program, larger)
+        if distance is None or limit is None or distance[:2] not in ((-1, 1), (1, -1)) or limit[:2] != (0, 0):
+            return None
+        offset = distance[1] * distance[2]
+        return limit[2] - strict + offset, limit[2] - strict - offset
+    left, right = _linear_form(program, smaller), _linear_form(program, larger)
+    if left is None or right is None:
+        return None
+    q_factor, k_factor, offset = (x - y for x, y in zip(left, right, strict=True))
+    if (q_factor, k_factor) not in ((-1, 1), (1, -1)):
+        return None
+    return (None, -offset - strict) if k_factor > 0 else (-offset - strict, None)
+
+
+def _linear_form(program: ScalarProgram, n: int) -> tuple[int, int, int] | None:
+    """Returns a node's factors of `q_idx` and `k_idx` and its constant; None if it is no such sum."""
+    node = program.nodes[n]
+    if node.dtype != "int32":
+        return None
+    if node.operation == "constant":
+        return 0, 0, node.value
+    if node.operation in SIDES:
+        return int(node.operation == SIDES[0]), int(node.operation == SIDES[1]), 0
+    forms = [_linear_form(program, x) for x in node.operands]
+    if node.operation not in ("add", "sub", "neg") or any(x is None for x in forms):
+        return None
+    signs = {"add": (1, 1), "sub": (1, -1), "neg": (-1,)}[node.operation]
+    columns = zip(*(form for form in forms if form is not None), strict=True)
+    q_factor, k_factor, offset = (sum(s * x for s, x in zip(signs, column, strict=True)) for column in columns)
+    return q_factor, k_factor, offset
 
 
 def _is_equality_of_sides(program: ScalarProgram, n: int) -> bool:
@@ -63,10 +103,6 @@ def _is_equality_of_sides(program: ScalarProgram, n: int) -> bool:
     sides = [program.reads[x] & set(SIDES) for x in node.operands]
     integers = all(program.nodes[x].dtype == "int32" for x in node.operands)
     return node.operation == "eq" and integers and sorted(map(tuple, sides)) == sorted((side,) for side in SIDES)
-
-
-def _loads(program: ScalarProgram, n: int) -> bool:
-    return "b" in program.reads[n] or any(program.nodes[x].operation == "load" for x in program.live_nodes(n))
 
 
 def _segment_ids(record: TiledAttention) -> tuple[jax.Array, jax.Array]:
