@@ -79,8 +79,8 @@ class ScalarProgram:
         """Returns the inputs that each node depends on."""
         found: list[frozenset[str]] = []
         for node in self.nodes:
-            own = frozenset({node.operation} & set(INPUTS))
-            found.append(own.union(*(found[n] for n in node.operands)))
+            input_read = frozenset({node.operation} & set(INPUTS))
+            found.append(input_read.union(*(found[n] for n in node.operands)))
         return tuple(found)
 
     def live_nodes(self, result: int) -> tuple[int, ...]:

@@ -110,7 +110,7 @@ def _widen(element: Any) -> Any:
 def _compare(name: str, dtype: str, x: Any, y: Any) -> Any:
     if dtype == "float32":
         return arith.cmpf(getattr(arith.CmpFPredicate, FLOAT_PREDICATES[name]), x, y)
-    # Of one bit, True is -1 for comparisons with a sign.
+    # A signed comparison takes True, which is one bit, for -1.
     predicate = INT_PREDICATES[name].replace("s", "u") if dtype == "bool" else INT_PREDICATES[name]
     return arith.cmpi(getattr(arith.CmpIPredicate, predicate), x, y)
 

@@ -280,11 +280,11 @@ class _PairValues:
         operand_dtype = self._program.nodes[node.operands[0]].dtype
         is_approximate = "score" in self._program.reads[n]
         if node.operation == "div" and operand_dtype == "float32" and is_approximate:
-            return self._quotient(node.operands[1], operands)
+            return self._divide(node.operands[1], operands)
         return scalar_operations.compute(node, operand_dtype, operands, is_approximate)
 
-    def _quotient(self, divisor: int, operands: list[Any]) -> Any:
-        """Returns a quotient of a score; by a constant it is a product, which takes a tenth of the instructions."""
+    def _divide(self, divisor: int, operands: list[Any]) -> Any:
+        """Divides a score; by a constant it multiplies, which takes a tenth of the instructions."""
         node = self._program.nodes[divisor]
         if node.operation == "constant" and node.value:
             value: Any = node.value
