@@ -1,6 +1,6 @@
 """Decoding over a cache of pages: one query token a sequence."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import jax
@@ -29,6 +29,7 @@ from ejkernel.modules.operations.shared.paged_terms import (
     score_fields,
     set_canonical_score_arguments,
 )
+from ejkernel.modules.operations.shared.pair_functions import pair_functions
 from ejkernel.modules.operations.shared.shapes import check_not_empty
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
@@ -36,6 +37,7 @@ from ejkernel.ops.model import Op
 from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
 from ejkernel.renamed import accept_older_names
+from ejkernel.types.pair_functions import PairFunction
 
 
 @accept_older_names(context_lens="kv_lens", attn_scale="softmax_scale", attn_logits_soft_cap="logits_soft_cap")
@@ -63,6 +65,8 @@ def page_attention(
     k_scale: float | None = None,
     v_scale: float | None = None,
     chunk_size: int | None = None,
+    score_mod: Callable[..., Array] | PairFunction | None = None,
+    mask_mod: Callable[..., Array] | PairFunction | None = None,
     return_lse: bool = False,
     platform: str | None = None,
     cfg: PageAttentionConfig | None = None,
@@ -106,6 +110,10 @@ def page_attention(
         k_scale: Factor on the scores, by which keys were divided before they were stored, in a cache of 8 bits.
         v_scale: Factor on the output, by which values were divided.
         chunk_size: Queries attend only to keys of their own run of `chunk_size` positions, counted from 0 (Llama 4).
+        score_mod: `(score, n, h, q_pos, k_pos) -> score`, a function of scalars that replaces each score after the soft
+            cap: n is the sequence, h the query head, q_pos and k_pos are positions in the sequence, not in pages.
+        mask_mod: `(n, h, q_pos, k_pos) -> bool`, True where a pair attends; applies together with everything else. Both
+            functions may close over arrays.
         return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:
@@ -138,6 +146,7 @@ class PageAttentionArguments(ArgumentRecord, of=page_attention):
             num_splits=as_count("num_splits", self.num_splits, minimum=0) or None,
             megacore_mode=as_choice("megacore_mode", self.megacore_mode, (None, "batch", "kv_head")),
             kv_layout=as_kv_layout(self.kv_layout, self.query, self.key_cache, "pshd"),
+            **pair_functions(self.score_mod, self.mask_mod, self.query),
         )
 
 

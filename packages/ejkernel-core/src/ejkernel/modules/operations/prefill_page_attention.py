@@ -1,6 +1,6 @@
 """Prefill of one sequence's chunk over a cache of pages that holds the chunk already."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import jax
@@ -26,12 +26,14 @@ from ejkernel.modules.operations.shared.paged_terms import (
     score_fields,
     set_canonical_score_arguments,
 )
+from ejkernel.modules.operations.shared.pair_functions import pair_functions
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
 from ejkernel.renamed import accept_older_names
+from ejkernel.types.pair_functions import PairFunction
 
 
 @accept_older_names(context_len="kv_lens", attn_logits_soft_cap="logits_soft_cap")
@@ -54,6 +56,8 @@ def prefill_page_attention(
     k_scale: float | None = None,
     v_scale: float | None = None,
     chunk_size: int | None = None,
+    score_mod: Callable[..., Array] | PairFunction | None = None,
+    mask_mod: Callable[..., Array] | PairFunction | None = None,
     return_lse: bool = False,
     platform: str | None = None,
     cfg: PrefillPageAttentionConfig | None = None,
@@ -89,6 +93,10 @@ def prefill_page_attention(
         k_scale: Factor on the scores, by which keys were divided before they were stored, in a cache of 8 bits.
         v_scale: Factor on the output, by which values were divided.
         chunk_size: Queries attend only to keys of their own run of `chunk_size` positions, counted from 0 (Llama 4).
+        score_mod: `(score, n, h, q_pos, k_pos) -> score`, a function of scalars that replaces each score after the soft
+            cap: n is 0, h the query head, q_pos and k_pos are positions in the sequence, not in pages.
+        mask_mod: `(n, h, q_pos, k_pos) -> bool`, True where a pair attends; applies together with everything else. Both
+            functions may close over arrays.
         return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:
@@ -114,7 +122,11 @@ class PrefillPageAttentionArguments(ArgumentRecord, of=prefill_page_attention):
     """The arguments of a call of `prefill_page_attention`."""
 
     def __post_init__(self) -> None:
-        set_canonical_score_arguments(self, kv_layout=as_kv_layout(self.kv_layout, self.query, self.key_cache, "hpsd"))
+        set_canonical_score_arguments(
+            self,
+            kv_layout=as_kv_layout(self.kv_layout, self.query, self.key_cache, "hpsd"),
+            **pair_functions(self.score_mod, self.mask_mod, self.query),
+        )
 
 
 def validate(args: PrefillPageAttentionArguments) -> None:

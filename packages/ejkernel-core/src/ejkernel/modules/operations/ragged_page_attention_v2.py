@@ -1,6 +1,6 @@
 """Prefill and decoding mixed in one batch, over pages that hold keys and values together and are only read."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from ejkernel.modules.operations.shared.paged_terms import (
     score_fields,
     set_canonical_score_arguments,
 )
+from ejkernel.modules.operations.shared.pair_functions import pair_functions
 from ejkernel.modules.operations.shared.shapes import (
     as_float_dtype,
     check_dtype,
@@ -41,6 +42,7 @@ from ejkernel.ops.model import Op
 from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
 from ejkernel.renamed import accept_older_names
+from ejkernel.types.pair_functions import PairFunction
 
 
 @accept_older_names(context_lens="kv_lens")
@@ -67,6 +69,8 @@ def ragged_page_attention_v2(
     k_scale: float | None = None,
     v_scale: float | None = None,
     chunk_size: int | None = None,
+    score_mod: Callable[..., Array] | PairFunction | None = None,
+    mask_mod: Callable[..., Array] | PairFunction | None = None,
     return_lse: bool = False,
     platform: str | None = None,
     cfg: RaggedPageAttentionv2Config | None = None,
@@ -110,6 +114,10 @@ def ragged_page_attention_v2(
         k_scale: Factor on the scores, by which keys were divided before they were stored, in a cache of 8 bits.
         v_scale: Factor on the output, by which values were divided.
         chunk_size: Queries attend only to keys of their own run of `chunk_size` positions, counted from 0 (Llama 4).
+        score_mod: `(score, n, h, q_pos, k_pos) -> score`, a function of scalars that replaces each score after the soft
+            cap: n is the sequence, h the query head, q_pos and k_pos are positions in the sequence, not in pages.
+        mask_mod: `(n, h, q_pos, k_pos) -> bool`, True where a pair attends; applies together with everything else. Both
+            functions may close over arrays.
         return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:
@@ -142,6 +150,7 @@ class RaggedPageAttentionv2Arguments(ArgumentRecord, of=ragged_page_attention_v2
             self,
             num_seqs=np.int32(self.num_seqs) if isinstance(self.num_seqs, int) else self.num_seqs,
             compute_dtype=None if dtype is None else as_float_dtype("compute_dtype", dtype),
+            **pair_functions(self.score_mod, self.mask_mod, self.queries),
         )
 
 

@@ -1,7 +1,7 @@
 """Prefill and decoding mixed in one batch, over a cache that the new tokens are first written into."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import jax
@@ -35,6 +35,7 @@ from ejkernel.modules.operations.shared.paged_terms import (
     score_fields,
     set_canonical_score_arguments,
 )
+from ejkernel.modules.operations.shared.pair_functions import pair_functions
 from ejkernel.modules.operations.shared.shapes import (
     check_dtype,
     check_not_empty,
@@ -46,6 +47,7 @@ from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
+from ejkernel.types.pair_functions import PairFunction
 
 CacheLayout = Literal["interleaved", "lanes"]
 
@@ -74,6 +76,8 @@ def ragged_page_attention_v3(
     qq_bias: Float[Array, "i i"] | Float[Array, "r i i"] | Float[Array, " pairs"] | None = None,
     shared_prefix: int | Integer[Array, ""] | None = None,
     chunk_size: int | None = None,
+    score_mod: Callable[..., Array] | PairFunction | None = None,
+    mask_mod: Callable[..., Array] | PairFunction | None = None,
     return_lse: bool = False,
     platform: str | None = None,
     cfg: RaggedPageAttentionv3Config | None = None,
@@ -130,6 +134,10 @@ def ragged_page_attention_v3(
             shape (). They lie in the pages of the first sequence, whatever the other tables say there, and no query is
             among them.
         chunk_size: Queries attend only to keys of their own run of `chunk_size` positions, counted from 0 (Llama 4).
+        score_mod: `(score, n, h, q_pos, k_pos) -> score`, a function of scalars that replaces each score after the soft
+            cap: n is the sequence, h the query head, q_pos and k_pos are positions in the sequence, not in pages.
+        mask_mod: `(n, h, q_pos, k_pos) -> bool`, True where a pair attends; applies together with everything else. Both
+            functions may close over arrays.
         return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:
@@ -163,6 +171,7 @@ class RaggedPageAttentionv3Arguments(ArgumentRecord, of=ragged_page_attention_v3
         set_canonical_score_arguments(
             self,
             kv_layout=as_choice("kv_layout", self.kv_layout, (None, "interleaved", "lanes")),
+            **pair_functions(self.score_mod, self.mask_mod, self.queries),
         )
 
 

@@ -97,6 +97,7 @@ def page_cases(record_type: type) -> tuple[Case, ...]:
             (),
         ),
         ("wide table, bfloat16", short, lambda k: {"max_context_len": 70}, (), ()),
+        ("score and mask functions, lse", DECODE_SIZES, functions_of_positions, ("score_mod", "mask_mod"), ()),
         ("model", model, no_arguments, (), ("bench",)),
         ("small model", SMALL_DECODE_SIZES, no_arguments, (), ("bench_cpu",)),
     )
@@ -178,6 +179,7 @@ def v2_cases(record_type: type) -> tuple[Case, ...]:
             (),
         ),
         ("rounded operands", MIXED_BATCH_SIZES, lambda k: {"compute_dtype": jnp.bfloat16}, ("compute_dtype",), ()),
+        ("score and mask functions, lse", MIXED_BATCH_SIZES, functions_of_positions, ("score_mod", "mask_mod"), ()),
         ("model", MODEL_UNUSED_SEQUENCE_SIZES, no_arguments, (), ("bench",)),
         ("small model", SMALL_UNUSED_SEQUENCE_SIZES, no_arguments, (), ("bench_cpu",)),
     )
@@ -202,6 +204,7 @@ def v3_cases(record_type: type) -> tuple[Case, ...]:
             CHUNK_SIZE_FIELDS,
             (),
         ),
+        ("score and mask functions, lse", wide, functions_of_positions, ("score_mod", "mask_mod"), ()),
         ("model", MODEL_UNUSED_SEQUENCE_SIZES, no_arguments, (), ("bench",)),
         ("small model", SMALL_UNUSED_SEQUENCE_SIZES, no_arguments, (), ("bench_cpu",)),
     )
@@ -301,6 +304,7 @@ def prefill_cases(record_type: type) -> tuple[Case, ...]:
             CHUNK_SIZE_FIELDS,
             (),
         ),
+        ("score and mask functions, lse", chunk, functions_of_positions, ("score_mod", "mask_mod"), ()),
         ("model", model, no_arguments, (), ("bench",)),
         (
             "small model",
