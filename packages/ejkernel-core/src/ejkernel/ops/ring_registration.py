@@ -36,6 +36,7 @@ def ring_implementation(tiled_implementation: Implementation, *, forward: str, b
         config=_config_space_of_remote_step(tiled_implementation.config),
         # The order in which steps are merged depends on where in the ring a device stands.
         invariant_to=frozenset(),
+        forward_mode=None,  # it is that of a call without a ring
     )
 
 
