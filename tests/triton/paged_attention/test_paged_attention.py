@@ -21,7 +21,7 @@ LAYOUTS = ("page_attention", "prefill_page_attention")
 TERMS = ("unified_attention", "ragged_decode_attention")
 OTHERS = ("ragged_page_attention_v3", "multi_latent_ragged_page_attention")
 PARTS = (
-    "(not ragged and not unified and not wide)",
+    "(not ragged and not unified and not wide and not functions)",
     "((unified or ragged_decode) and (bias or window or sinks or trees))",
     "(ragged_page_attention_v3 and (int8 or float8 or decode))",
     "multi_latent",
