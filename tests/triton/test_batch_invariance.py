@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from triton_chips import H200
+from triton_chips import H200, assert_conforms
 
 from ejkernel.ops.plugins import registry
 from ejkernel.planning.fixed_sizes import with_fixed_sizes
@@ -47,3 +47,9 @@ def test_hopper_multiplies_16_bits_in_tiles_that_fit_the_batch():
 
     assert tile_rows(jnp.bfloat16, 4) < tile_rows(jnp.bfloat16, 4096)
     assert tile_rows(jnp.float32, 4) == tile_rows(jnp.float32, 4096)
+
+
+def test_claims_of_interpreted_kernels_hold():
+    """The suite proves every claim on a GPU; these are the cheapest on a CPU."""
+    operations = ("quantized_matmul", "gather_reduce", "mean_pooling", "expert_routing", "gated_grouped_matmul")
+    assert_conforms(operations, "test_batch_invariance")
