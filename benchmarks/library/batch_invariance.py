@@ -41,6 +41,7 @@ from ejkernel.modules import (
 )
 from ejkernel.ops import batch_invariant
 from ejkernel.quantization import prepack_quantized_weights
+from ejkernel.types import MaskInfo
 
 sys.path.append(str(Path(__file__).parents[1]))
 from shared.report import heading, markdown_table
@@ -107,6 +108,21 @@ def dense(batch: int, queries: int, keys: int, dtype: Any) -> Measured:
     key, value = (normal(seed, batch, keys, kv_heads, size, dtype=dtype) for seed in (1, 2))
     label = f"{batch} x {queries} queries, {keys} keys"
     return rows_of_batch(label, flash_attention, (query, key, value), options={"causal": queries > 1})
+
+
+def packed(batch: int, tokens: int, segments: int, dtype: Any) -> Measured:
+    call = dense(batch, tokens, tokens, dtype)
+    ids = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32) // (tokens // segments), (batch, tokens))
+    return rows_of_batch(
+        f"{batch} x {tokens} tokens of {segments} documents",
+        flash_attention,
+        (*call.arrays, ids),
+        options={"causal": True},
+        arguments=lambda query, key, value, ids: (
+            (query, key, value),
+            {"mask_info": MaskInfo.from_segments(ids)},
+        ),
+    )
 
 
 def paged(sequences: int, keys: int, dtype: Any) -> Measured:
@@ -243,6 +259,7 @@ def calls(quick: bool) -> Iterator[Measured]:
     groups, matrix = (128, (2048, 1536)) if large else (8, (512, 1024))
     yield dense(batch, length, length, dtype)
     yield dense(decoding, 1, length, dtype)
+    yield packed(batch, length, 4, dtype)
     yield paged(decoding, length, dtype)
     for rows in (batch * length, decoding):
         yield grouped(grouped_matmul, rows, groups, matrix, dtype)

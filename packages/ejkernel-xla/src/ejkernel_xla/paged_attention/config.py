@@ -75,8 +75,15 @@ def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) 
     return _default_tiles(record, device, BLOCK_KV)
 
 
-FIXED_STACK = {"cpu": 1, "gpu": 64, "tpu": 64}
-"""Rows in one batched product in a `batch_invariant` block."""
+FIXED_BLOCK_KV = 1024
+"""Keys per tile in a `batch_invariant` block, but on a CPU, which has `BLOCK_KV`.
+
+On an H200, 64 rows of 4096 keys take 0.69 ms in one stack, 0.79 with 256 keys, and 31 ms with 256 keys row by row
+(benchmarks/results/batch_invariance.md).
+"""
+
+MAX_FIXED_STACK = 64
+"""The most rows in one batched product in such a block."""
 
 
 def batch_invariant(record: PagedAttention, device: DeviceInfo, direction: Direction) -> PagedTiles:
@@ -84,7 +91,11 @@ def batch_invariant(record: PagedAttention, device: DeviceInfo, direction: Direc
 
     With a window, the first key differs by row, and a tile of several rows would begin at that of its first row.
     """
-    return PagedTiles(block_q=1, block_kv=BLOCK_KV, stack=FIXED_STACK[device.platform], batch_invariant=True)
+    if device.platform == "cpu":
+        return PagedTiles(block_q=1, block_kv=BLOCK_KV, stack=1, batch_invariant=True)
+    key_elements = FIXED_BLOCK_KV * paged_cache.kv_heads(record) * record.query.shape[-1]
+    stack = max(1, min(MAX_FIXED_STACK, MAX_GATHERED_ELEMENTS[device.platform] // key_elements))
+    return PagedTiles(block_q=1, block_kv=FIXED_BLOCK_KV, stack=stack, batch_invariant=True)
 
 
 def candidates(record: PagedAttention, device: DeviceInfo, direction: Direction) -> tuple[PagedTiles, ...]:
