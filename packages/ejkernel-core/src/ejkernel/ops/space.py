@@ -56,7 +56,8 @@ class ConfigSpace:
         backward: The type of the backward pass, where that is another.
         batch_invariant: (record, device, direction) -> complete configuration part of calls in a `batch_invariant`
             block. It may read dtypes and sizes of heads and of the model, but no size that depends on the batch, except
-            for fields that no sum depends on. None if the implementation claims no invariance, or has nothing to choose.
+            for fields that no sum depends on. None if the implementation claims no invariance, or has nothing to
+            choose.
         fixed_if_invariant: Fields of `forward` that this rule alone decides in such a block: no part replaces them.
         public_fields: Public configuration field -> field of the kernel's own types that has its value, or all that
             have it; `"dkv.block_q"` is a field of a field. What a type does not have is left out.
