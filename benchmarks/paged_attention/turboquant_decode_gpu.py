@@ -1,6 +1,7 @@
 """Decoding over TurboQuant caches on a GPU, against bfloat16 and float8 caches of the same keys and values.
 
     python benchmarks/paged_attention/turboquant_decode_gpu.py          # a table
+    python benchmarks/paged_attention/turboquant_decode_gpu.py --quick  # one shape
     python benchmarks/paged_attention/turboquant_decode_gpu.py --check  # no times: a small batch, anywhere
 
 All sides decode one token of each sequence over the same normal keys and values, whose pages are spread over the cache
@@ -30,7 +31,7 @@ from paged_attention.paged_attention_gpu import Cell, copy, error, ours, truth
 from shared.turns import time_in_turns
 
 COLUMNS = ("shape", "side", "ms", "rate", "tokens of bfloat16")
-FLAGS = {"--check": "no times: a small batch, anywhere"}
+FLAGS = {"--check": "no times: a small batch, anywhere", "--quick": "one shape, and the fastest sides of numbers"}
 
 
 def in_chunks(function: Callable[..., tuple[jax.Array, ...]], *pages: jax.Array) -> tuple[jax.Array, ...]:
@@ -89,12 +90,14 @@ class Format:
         return first, second
 
 
-FORMATS = (Format(3, 4, 128), Format(4, 4, 0), Format(4, 4, 128), Format(2, 2, 0))
+FORMATS = (Format(4, 4, 0), Format(4, 4, 128), Format(3, 4, 128), Format(3, 3, 0), Format(2, 2, 0))
 
 
-def cells() -> Iterator[Cell]:
+def cells(quick: bool) -> Iterator[Cell]:
     """What is measured."""
     yield Cell()
+    if quick:
+        return
     yield Cell(context=2048)
     yield Cell(page=16)
     yield Cell(batch=256, context=2048)
@@ -115,25 +118,25 @@ def sides(cell: Cell, formatted: Format, arrays: tuple[jax.Array, ...]) -> Itera
     yield f"TurboQuant, {formatted}", functools.partial(call, *given), want, size
 
 
-def numbers(cell: Cell, arrays: tuple[jax.Array, ...]) -> Iterator[Any]:
+def numbers(cell: Cell, arrays: tuple[jax.Array, ...], platforms: tuple[str, ...]) -> Iterator[Any]:
     """The same of caches of bfloat16 and float8."""
     query, keys, values, *batch = arrays
     for dtype in ("bfloat16", "float8_e4m3fn"):
         stored = (query, keys.astype(dtype), values.astype(dtype), *batch)
         want = truth(cell, stored)
         size = int(cell.lengths.sum()) * cell.kv_heads * 2 * cell.size * jnp.dtype(dtype).itemsize
-        for platform in ("cuda", "triton") if jax.default_backend() == "gpu" else ("xla",):
+        for platform in platforms if jax.default_backend() == "gpu" else ("xla",):
             try:
                 yield f"{dtype}, {platform}", ours(stored, platform, {}), want, size
             except NotImplementedError:
                 continue
 
 
-def timed(cell: Cell, rounds: int) -> Iterator[list[str]]:
+def timed(cell: Cell, rounds: int, quick: bool) -> Iterator[list[str]]:
     """One line for each side."""
     arrays, contenders, sizes = cell.inputs(), {}, {}
-    found = [*numbers(cell, arrays)]
-    for formatted in FORMATS:
+    found = [*numbers(cell, arrays, ("cuda",) if quick else ("cuda", "triton"))]
+    for formatted in FORMATS[: 2 if quick else None]:
         found += sides(cell, formatted, arrays)
     for name, run, want, size in found:
         off = error(run(), want)
@@ -157,7 +160,7 @@ def check() -> None:
     """
     cell = Cell(batch=3, context=80, page=16, heads=4, kv_heads=2, size=64)
     arrays = cell.inputs()
-    found = [*numbers(cell, arrays)]
+    found = [*numbers(cell, arrays, ("cuda",))]
     for formatted in (Format(3, 4, 64), Format(4, 4, 0)):
         found += sides(cell, formatted, arrays)
     for name, run, want, size in found:
@@ -174,7 +177,8 @@ def main() -> None:
     if options.check:
         check()
         return
-    lines = (line for cell in cells() for line in timed(cell, int(options.rounds)))
+    quick = options.quick
+    lines = (line for cell in cells(quick) for line in timed(cell, int(options.rounds), quick))
     shared.report.print_rows_as_measured(COLUMNS, lines)
 
 

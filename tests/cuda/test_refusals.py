@@ -13,6 +13,7 @@ from ejkernel.ops.refusal_names import name_public_argument
 FOLDERS = (
     "delta_rule",
     "dense_decode",
+    "paged_codes",
     "paged_decode",
     "quantized_matmul",
     "recurrent_step",

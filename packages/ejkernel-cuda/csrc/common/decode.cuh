@@ -49,7 +49,7 @@ struct OutputScale {
 template <int HeadDim, typename CacheT>
 __device__ __forceinline__ float* warp_accumulators(unsigned char* shared, int warp) {
   using S = TileShape<HeadDim, CacheT>;
-  static_assert(kHeadsPerBlock * HeadDim * 4 <= 2 * S::kTileBytes, "accumulators fit into a stage");
+  static_assert(S::kHeads * HeadDim * 4 <= 2 * S::kTileBytes, "accumulators fit into a stage");
   return reinterpret_cast<float*>(shared + warp * S::kWarpSmemBytes + (S::kStages - 1) * 2 * S::kTileBytes);
 }
 
@@ -241,6 +241,19 @@ __device__ __forceinline__ void attend_tiles(
   }
   __syncwarp();  // hazard: lanes still read the stages that the merge and the next segment fill
 }
+
+// What the persistent kernel does with a segment, by the format of its cache: this one is of numbers.
+template <int HeadDim, typename CacheT>
+struct CacheFormat {
+  using Query = QueryFragments<HeadDim>;
+  using Softmax = OnlineSoftmax<HeadDim>;
+  static __device__ __forceinline__ void load(Query& query, const DecodeParams& call, const KeySegment& segment) {
+    load_query<HeadDim, CacheT>(query.fragments, query.factors, call, segment);
+  }
+  static __device__ __forceinline__ void store(Softmax& softmax, int heads, unsigned char* shared) {
+    store_warp_softmax<HeadDim, CacheT>(softmax, heads, shared);
+  }
+};
 
 // Attends to a segment and stores its result. All threads of the block call it, with a barrier between two calls.
 template <int HeadDim, typename CacheT>

@@ -53,6 +53,7 @@ struct TileShape {
   // Two warps at 256 columns, where a warp's stages take 48 KiB. Warps do not wait for each other, so only the three
   // stages of a warp hide the latency of its copies.
   static constexpr int kWarps = HeadDim == 256 ? 2 : 4;
+  static constexpr int kHeads = kHeadsPerBlock;
   static constexpr int kStages = 3;
   // A tile has the same number of bytes for each dtype: memory bandwidth depends on the bytes in flight.
   static constexpr int kTileKeys = 32 / sizeof(CacheT);
@@ -233,12 +234,12 @@ struct OnlineSoftmax {
   float acc[HeadDim / 8][4] = {};
 };
 
-// One step of the online softmax: replaces scores by weights, and rescales the accumulators if a row maximum increased.
-// Bit k of `valid_keys` says whether key k of the tile exists. With `RowHalves` = 1 the segment has at most eight
-// heads, and the weights of the other eight rows are zeros.
-template <int RowHalves, int HeadDim, int MmaTiles>
-__device__ __forceinline__ void update_softmax(
-    OnlineSoftmax<HeadDim>& softmax, float (&scores)[MmaTiles][4], uint32_t valid_keys) {
+// Replaces a tile's scores by weights, and returns whether a row maximum increased; `alpha` has the factors of sums that
+// were accumulated before. Bit k of `valid_keys` says whether key k of the tile exists. With `RowHalves` = 1 the segment
+// has at most eight heads, and the weights of the other eight rows are zeros.
+template <int RowHalves, typename Softmax, int MmaTiles>
+__device__ __forceinline__ bool weigh_scores(
+    Softmax& softmax, float (&alpha)[2], float (&scores)[MmaTiles][4], uint32_t valid_keys) {
   const int lane = threadIdx.x % 32;
   // Missing keys were copied as zeros, and their scores of 0 would count. Uniform in the warp; most tiles are full.
   if (valid_keys != ~0u >> (32 - MmaTiles * 8)) {
@@ -248,7 +249,6 @@ __device__ __forceinline__ void update_softmax(
       if (!(lane_keys >> (n / 4 * 8 + n % 2) & 1)) scores[n / 4][n % 4] = -INFINITY;
     }
   }
-  float alpha[2] = {1.f, 1.f};
   bool max_increased = false;
 #pragma unroll
   for (int row_half = 0; row_half < RowHalves; ++row_half) {
@@ -275,6 +275,15 @@ __device__ __forceinline__ void update_softmax(
   }
 #pragma unroll
   for (int n = 0; RowHalves == 1 && n < MmaTiles * 2; ++n) scores[n / 2][2 + n % 2] = 0.f;
+  return max_increased;
+}
+
+// One step of the online softmax: replaces scores by weights, and rescales the accumulators if a row maximum increased.
+template <int RowHalves, int HeadDim, int MmaTiles>
+__device__ __forceinline__ void update_softmax(
+    OnlineSoftmax<HeadDim>& softmax, float (&scores)[MmaTiles][4], uint32_t valid_keys) {
+  float alpha[2] = {1.f, 1.f};
+  const bool max_increased = weigh_scores<RowHalves>(softmax, alpha, scores, valid_keys);
   // Lazy rescaling: row maxima seldom increase after the first tiles. The branch is uniform in the warp, whose lanes
   // must have converged at the next MMA.
   if (__any_sync(~0u, max_increased)) {

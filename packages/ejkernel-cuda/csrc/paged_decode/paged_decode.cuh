@@ -194,7 +194,8 @@ struct SharedItem {
   int row, first_head, num_heads, num_partials;
 };
 
-// Iterates over the segments of a block's share.
+// Iterates over the segments of a block's share, of at most `Heads` query heads each.
+template <int Heads>
 struct SegmentIterator {
   const WorkShare& share;
   SharedItem& last_item;
@@ -221,9 +222,9 @@ struct SegmentIterator {
     segment.row = row;
     segment.sequence = keys.sequence;
     segment.kv_head = item / call.blocks_per_kv_head;
-    const int heads_before = (item - segment.kv_head * call.blocks_per_kv_head) * kHeadsPerBlock;
+    const int heads_before = (item - segment.kv_head * call.blocks_per_kv_head) * Heads;
     segment.first_head = segment.kv_head * call.heads_per_kv_head + heads_before;
-    segment.num_heads = min(kHeadsPerBlock, call.heads_per_kv_head - heads_before);
+    segment.num_heads = min(Heads, call.heads_per_kv_head - heads_before);
     segment.first_key = keys.start + int(round_index - item_begin) * round;
     segment.end_key = min(keys.start + int(end - item_begin) * round, keys.end);
     // Slot 0 of a block is for an item that began in an earlier block, slot 1 for one that continues in a later block.
@@ -269,31 +270,32 @@ __device__ __forceinline__ void prefetch_tables(const PagedDecodeParams& call) {
 // Attends to the segments of a share, and starts the next segment's copies and queries before merging the current one.
 // Otherwise a block would read no memory during its merge and, with equal lengths, all blocks would merge at the same
 // time.
-template <int HeadDim, typename CacheT>
+template <int HeadDim, typename CacheT, typename Params, typename Segments>
 __device__ __forceinline__ void attend_prefetching(
-    const PagedDecodeParams& call, SegmentIterator& segments, unsigned char* shared) {
+    const Params& call, Segments& segments, unsigned char* shared) {
   constexpr int kKeysPerRound = TileShape<HeadDim, CacheT>::kKeysPerRound;
   TileLoader<HeadDim, CacheT> loader(call, shared);
-  QueryFragments<HeadDim> query;
+  using Format = CacheFormat<HeadDim, CacheT>;
+  typename Format::Query query;
   KeySegment segment;
   bool has_next = segments.next(segment, call, kKeysPerRound);
   if (has_next) {
     loader.start_segment(segment);
     loader.prefetch_tiles();
-    load_query<HeadDim, CacheT>(query.fragments, query.factors, call, segment);
+    Format::load(query, call, segment);
   }
   while (has_next) {
-    OnlineSoftmax<HeadDim> softmax;
+    typename Format::Softmax softmax;
     attend_tiles(softmax, call, loader, query, segment.num_heads);
     const KeySegment finished = segment;
     uint64_t* const flag = segments.flag;
     has_next = segments.next(segment, call, kKeysPerRound);
     if (has_next) loader.start_segment(segment);
     // Overlaps with the look-up of the next segment's first pages.
-    store_warp_softmax<HeadDim, CacheT>(softmax, finished.num_heads, shared);
+    Format::store(softmax, finished.num_heads, shared);
     if (has_next) {
       loader.prefetch_tiles();
-      load_query<HeadDim, CacheT>(query.fragments, query.factors, call, segment);
+      Format::load(query, call, segment);
     }
     __syncthreads();
     merge_warps<HeadDim, CacheT>(call, finished, shared);
@@ -372,9 +374,17 @@ __device__ void combine(const PagedDecodeParams& call, const SharedItem& last_it
   }
 }
 
+// The record of a call by the format of its cache, and what blocks do before they find their share.
+template <typename CacheT>
+struct CallFormat {
+  using Params = PagedDecodeParams;
+  template <typename S>
+  static __device__ __forceinline__ void prepare(const Params&, unsigned char*) {}
+};
+
 template <int HeadDim, typename CacheT>
 __global__ void __launch_bounds__(TileShape<HeadDim, CacheT>::kWarps * 32, TileShape<HeadDim, CacheT>::kBlocksPerSm)
-    paged_kernel(const __grid_constant__ PagedDecodeParams call) {
+    paged_kernel(const __grid_constant__ typename CallFormat<CacheT>::Params call) {
   using S = TileShape<HeadDim, CacheT>;
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ SharedItem last_item;
@@ -383,9 +393,10 @@ __global__ void __launch_bounds__(TileShape<HeadDim, CacheT>::kWarps * 32, TileS
   prefetch_tables(call);
   // Shares depend on lengths, which earlier launches wrote; with new tokens, their write kernel has waited for those.
   if (!call.writes_cache) wait_for_previous_launch();
+  CallFormat<CacheT>::template prepare<S>(call, shared);
   const WorkShare& share = find_share<S::kWarps * 32>(call, S::kKeysPerRound);
   if (call.writes_cache) wait_for_previous_launch();
-  SegmentIterator segments{share, last_item, share.keys, share.row, share.row_begin, share.begin};
+  SegmentIterator<S::kHeads> segments{share, last_item, share.keys, share.row, share.row_begin, share.begin};
   if constexpr (S::kPrefetchesNextSegment) {
     attend_prefetching<HeadDim, CacheT>(call, segments, shared);
   } else {
@@ -401,13 +412,13 @@ __global__ void __launch_bounds__(TileShape<HeadDim, CacheT>::kWarps * 32, TileS
 
 // Launches the kernel, which waits for previous launches itself.
 template <int HeadDim, typename CacheT>
-cudaError_t launch_paged(cudaStream_t stream, const PagedDecodeParams& call, int blocks) {
+cudaError_t launch_paged(cudaStream_t stream, const typename CallFormat<CacheT>::Params& call, int blocks) {
   using S = TileShape<HeadDim, CacheT>;
   const cudaError_t error = request_shared_memory(paged_kernel<HeadDim, CacheT>, S::kSmemBytes);
   if (error != cudaSuccess) return error;
-  PagedDecodeParams params = call;
+  auto params = call;
   params.heads_per_kv_head = call.heads / call.kv_heads;
-  params.blocks_per_kv_head = (params.heads_per_kv_head + kHeadsPerBlock - 1) / kHeadsPerBlock;
+  params.blocks_per_kv_head = (params.heads_per_kv_head + S::kHeads - 1) / S::kHeads;
   params.items_per_queue = call.kv_heads * params.blocks_per_kv_head / call.num_queues;
   const dim3 grid(call.num_queues, blocks / call.num_queues);
   return launch_early(paged_kernel<HeadDim, CacheT>, grid, S::kWarps * 32, S::kSmemBytes, stream, params);

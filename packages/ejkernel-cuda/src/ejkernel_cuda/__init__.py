@@ -10,6 +10,7 @@ from ejkernel_cuda import (
     channel_gates,
     delta_rule,
     dense_decode,
+    paged_codes,
     paged_decode,
     quantized_matmul,
     recurrent_step,
@@ -22,7 +23,11 @@ from ejkernel_cuda import (
 @hookimpl
 def ejkernel_implementations() -> tuple[Implementation, ...]:
     """Return the implementations that this package registers."""
-    decode_implementations = (*dense_decode.IMPLEMENTATIONS, *paged_decode.IMPLEMENTATIONS)
+    decode_implementations = (
+        *dense_decode.IMPLEMENTATIONS,
+        *paged_decode.IMPLEMENTATIONS,
+        *paged_codes.IMPLEMENTATIONS,
+    )
     matmul_implementations = quantized_matmul.IMPLEMENTATIONS
     recurrence_implementations = (
         *recurrent_step.IMPLEMENTATIONS,

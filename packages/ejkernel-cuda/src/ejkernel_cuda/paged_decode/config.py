@@ -31,10 +31,14 @@ class PagedDecodeGrid:
 
 def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) -> PagedDecodeGrid:
     """Returns as many blocks as are resident at a time, and a work queue per head if that leaves few blocks idle."""
-    resident_blocks = _num_resident_blocks_on_chip(record, device)
+    return choose_grid(record, _num_resident_blocks_on_chip(record, device), HEADS_PER_BLOCK)
+
+
+def choose_grid(record: PagedAttention, resident_blocks: int, heads_per_block: int) -> PagedDecodeGrid:
+    """Returns `resident_blocks` blocks, and a work queue per `heads_per_block` query heads if few blocks stay idle."""
     queue_counts = [
         n
-        for n in _divisors(_num_work_items_per_row(record))
+        for n in _divisors(_num_work_items_per_row(record, heads_per_block))
         if resident_blocks // n * n >= MIN_BUSY_BLOCK_FRACTION * resident_blocks
     ]
     return PagedDecodeGrid(num_thread_blocks=resident_blocks, num_work_queues=max(queue_counts))
@@ -42,7 +46,11 @@ def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) 
 
 def candidates(record: PagedAttention, device: DeviceInfo, direction: Direction) -> tuple[PagedDecodeGrid, ...]:
     """Returns the heuristic's choice, one work queue for all heads, and twice the blocks."""
-    default = heuristic(record, device, direction)
+    return grid_candidates(heuristic(record, device, direction))
+
+
+def grid_candidates(default: PagedDecodeGrid) -> tuple[PagedDecodeGrid, ...]:
+    """Returns a configuration, one work queue for all heads, and twice the blocks."""
     variants = (
         dataclasses.replace(default, num_work_queues=1),
         dataclasses.replace(default, num_thread_blocks=2 * default.num_thread_blocks),
@@ -50,7 +58,9 @@ def candidates(record: PagedAttention, device: DeviceInfo, direction: Direction)
     return tuple(dict.fromkeys((default, *variants)))
 
 
-def thread_blocks_and_queues(record: PagedAttention, config: PagedDecodeGrid) -> tuple[int, int]:
+def thread_blocks_and_queues(
+    record: PagedAttention, config: PagedDecodeGrid, heads_per_block: int = HEADS_PER_BLOCK
+) -> tuple[int, int]:
     """Returns the numbers of thread blocks and of work queues of a call, clamped to what the record allows.
 
     Raises:
@@ -58,14 +68,16 @@ def thread_blocks_and_queues(record: PagedAttention, config: PagedDecodeGrid) ->
     """
     if config.num_thread_blocks < 1 or config.num_work_queues < 1:
         raise ValueError(f"cfg: got {config}, wants num_thread_blocks and num_work_queues of at least 1")
-    num_queues = max(n for n in _divisors(_num_work_items_per_row(record)) if n <= config.num_work_queues)
+    num_queues = max(
+        n for n in _divisors(_num_work_items_per_row(record, heads_per_block)) if n <= config.num_work_queues
+    )
     return max(1, config.num_thread_blocks // num_queues) * num_queues, num_queues
 
 
-def _num_work_items_per_row(record: PagedAttention) -> int:
+def _num_work_items_per_row(record: PagedAttention, heads_per_block: int) -> int:
     """Returns the number of work items per row: blocks that its query heads need."""
     kv_heads = paged_cache.kv_heads(record)
-    return kv_heads * cdiv(record.query.shape[1] // kv_heads, HEADS_PER_BLOCK)
+    return kv_heads * cdiv(record.query.shape[1] // kv_heads, heads_per_block)
 
 
 def _num_resident_blocks_on_chip(record: PagedAttention, device: DeviceInfo) -> int:

@@ -1,0 +1,267 @@
+// Decode attention over codes: what a block does with a segment of a cache in the format of `code_tile.cuh`.
+//
+//   copies     keys 0 | keys 1, values 0 | keys 2, values 1 | ...
+//   products             keys 0          | keys 1, values 0 | ...
+//
+// Keys are a tile ahead of values, so that products of keys and of values, which do not depend on each other, overlap.
+// 12 warps share the tables of look-ups, and a block fills a multiprocessor: with 16, registers would spill.
+#pragma once
+
+#include "common/code_tile.cuh"
+#include "common/decode.cuh"
+
+namespace ejkernel {
+
+// What a cache of codes has beside codes.
+struct CodeParams {
+  const unsigned char* signs;  // null if there are none
+  Strides sign_strides;
+  const uint32_t* key_norms;    // [pages, page_size, heads, 2] bfloat16
+  const uint16_t* value_norms;  // [pages, page_size, heads] bfloat16
+  const float *key_codebook, *value_codebook;
+  int key_levels, value_levels;
+};
+
+// One warp's copies of a segment's tiles of codes and norms.
+template <int HeadDim, int KeyBits, int ValueBits, int Signs>
+struct TileLoader<HeadDim, Codes<KeyBits, ValueBits, Signs>> {
+  using S = TileShape<HeadDim, Codes<KeyBits, ValueBits, Signs>>;
+  const DecodeParams& call;
+  const CodeParams& codes;
+  const unsigned char *keys, *values, *signs;
+  uint32_t smem_ring, table;
+  int key, end_key, kv_head, tiles, page, column, slot;  // `key`, `column` and `slot` are of this lane's next key
+  int columns_per_round, slots_per_round;
+  const int* entries;  // of the sequence's pages
+  uint32_t valid_keys, value_offset;  // of the newest tile of keys: one bit per key, and where this lane's value is
+  int stage;                              // of that tile: 0 or 1
+  uint32_t key_norm = 0, value_norm = 0;  // of this lane's key of the newest tile
+
+  template <typename Params>
+  __device__ __forceinline__ TileLoader(const Params& call, const void* shared)
+      : call(call), codes(call), smem_ring(shared_address(shared) + threadIdx.x / 32 * S::kWarpSmemBytes),
+        table(shared_address(shared) + S::kTable), columns_per_round(S::kKeysPerRound / call.page_size),
+        slots_per_round(S::kKeysPerRound % call.page_size) {}
+
+  __device__ __forceinline__ void start_segment(const KeySegment& segment) {
+    const int first_key = segment.first_key + threadIdx.x / 32 * S::kTileKeys;
+    end_key = segment.end_key;
+    kv_head = segment.kv_head;
+    tiles = max(end_key - first_key + S::kKeysPerRound - 1, 0) / S::kKeysPerRound;
+    key = first_key + threadIdx.x % 32;
+    column = key / call.page_size;
+    slot = key - column * call.page_size;
+    entries = call.tables + size_t(max(segment.sequence, 0)) * call.columns;
+    stage = 1;
+    keys = call.keys + size_t(kv_head) * call.key_strides.head * 16;
+    values = call.values + size_t(kv_head) * call.value_strides.head * 16;
+    if (Signs > 0) signs = codes.signs + size_t(kv_head) * codes.sign_strides.head * 16;
+    look_up_page();
+  }
+
+  __device__ __forceinline__ uint32_t key_tile() const { return smem_ring + stage * S::kTileBytes; }
+  __device__ __forceinline__ uint32_t value_tile() const {
+    return smem_ring + 2 * S::kTileBytes + stage * S::kValueTileBytes;
+  }
+
+  __device__ __forceinline__ void prefetch_tiles() {
+    load_keys(0);
+    commit_copies();
+    store_norms();
+  }
+
+  __device__ __forceinline__ void look_up_page() { page = key < end_key ? entries[column] : -1; }
+
+  // Copies the rows of a tile. This lane's key has an offset, in pieces of 16 bytes, and a bit of `valid_mask`.
+  template <int RowBytes>
+  static __device__ __forceinline__ void copy_rows(
+      uint32_t to, const unsigned char* from, uint32_t key_offset, uint32_t valid_mask) {
+    constexpr int kChunks = RowBytes / 16;
+#pragma unroll
+    for (int pass = 0; pass < kChunks; ++pass) {
+      // Rows of a power of two of chunks have the same place in each pass, and differ by constants.
+      const int lane = threadIdx.x % 32, index = kChunks == 3 ? pass * 32 + lane : lane;
+      const int first = kChunks == 3 ? 0 : pass * (32 / kChunks), row = index / kChunks, chunk = index % kChunks;
+      const uint32_t offset = __shfl_sync(~0u, key_offset, row + first);
+      copy_async(to + code_offset<RowBytes>(code_row(row), chunk * 16) + first * RowBytes,
+          from + size_t(offset + chunk) * 16, valid_mask >> row >> first & 1 ? 16 : 0);
+    }
+  }
+
+  // Where this lane's key is, in pieces of 16 bytes. A copy of 0 bytes reads nothing, but needs a valid address.
+  __device__ __forceinline__ uint32_t offset(const Strides& strides) const {
+    return page >= 0 && page < call.pages ? page * strides.page + slot * strides.slot : 0;
+  }
+
+  // Starts copying the values of the newest tile of keys.
+  __device__ __forceinline__ void load_values() const {
+    copy_rows<S::kValueBytes>(value_tile(), values, value_offset, valid_keys);
+  }
+
+  // Starts copying a tile's keys and loading its norms, which `store_norms` stores.
+  __device__ __forceinline__ void load_keys(int tile) {
+    stage ^= 1;
+    valid_keys = 0;
+    if (tile >= tiles) return;
+    const bool is_valid = page >= 0 && page < call.pages;
+    valid_keys = __ballot_sync(~0u, is_valid);
+    value_offset = offset(call.value_strides);
+    copy_rows<S::kKeyBytes>(key_tile(), keys, offset(call.key_strides), valid_keys);
+    if constexpr (Signs > 0) {
+      copy_rows<S::kSignBytes>(key_tile() + S::kSigns, signs, offset(codes.sign_strides), valid_keys);
+    }
+    // The norms of missing keys may be NaN.
+    key_norm = value_norm = 0;
+    if (is_valid) {
+      const size_t at = (size_t(page) * call.page_size + slot) * call.kv_heads + kv_head;
+      asm volatile("ld.global.b32 %0, [%1];" : "=r"(key_norm) : "l"(codes.key_norms + at));
+      asm volatile("{\n.reg .b16 half;\nld.global.b16 half, [%1];\ncvt.u32.u16 %0, half;\n}"
+                   : "=r"(value_norm) : "l"(codes.value_norms + at));
+    }
+    key += S::kKeysPerRound;
+    column += columns_per_round;
+    slot += slots_per_round;
+    if (slot >= call.page_size) {
+      slot -= call.page_size;
+      ++column;
+    }
+    look_up_page();
+  }
+
+  __device__ __forceinline__ void store_norms() const {
+    const uint32_t to = key_tile() + threadIdx.x % 32 * 4;
+    store_word(to + S::kKeyNorms, key_norm << 16);
+    store_word(to + S::kValueNorms, value_norm << 16);
+    if constexpr (Signs > 0) store_word(to + S::kResidualNorms, key_norm & 0xffff0000);
+  }
+};
+
+template <int HeadDim, int KeyBits, int ValueBits, int Signs>
+struct CacheFormat<HeadDim, Codes<KeyBits, ValueBits, Signs>> {
+  using CacheT = Codes<KeyBits, ValueBits, Signs>;
+  using S = TileShape<HeadDim, CacheT>;
+  using Query = CodeQuery<HeadDim, Signs>;
+  using Softmax = CodeSoftmax<HeadDim>;
+
+  // Lane (g, t) has, of head g, columns t HeadDim / 4 + 4 step + 2 part + (0, 1), and of projections the pairs 16 apart
+  // that share a word of signs.
+  static __device__ __forceinline__ void load(Query& query, const DecodeParams& call, const KeySegment& segment) {
+    const int lane = threadIdx.x % 32, head = lane / 4, t = lane % 4;
+    const uint16_t* row = static_cast<const uint16_t*>(call.query) +
+                          (size_t(segment.row) * call.heads + segment.first_head + head) * call.size;
+    const bool is_valid = head < segment.num_heads;
+#pragma unroll
+    for (int step = 0; step < HeadDim / 16; ++step) {
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        const int column = t * (HeadDim / 4) + step * 4 + part * 2;
+        query.columns[step][part] = is_valid ? *reinterpret_cast<const uint32_t*>(row + column) : 0;
+      }
+    }
+#pragma unroll
+    for (int pair = 0; pair < Signs / 8; ++pair) {
+      const uint16_t* const at = row + HeadDim + t * (Signs / 4) + pair / 16 * 32 + pair % 16;
+      query.projections[pair / 2][pair % 2] = is_valid ? at[0] | uint32_t(at[16]) << 16 : 0;
+    }
+  }
+
+  static __device__ __forceinline__ void store(Softmax& softmax, int heads, unsigned char* shared) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    float* accs = warp_accumulators<HeadDim, CacheT>(shared, warp);
+    float* statistics = warp_statistics<HeadDim, CacheT>();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) {
+        softmax.row_sum[i] += __shfl_xor_sync(~0u, softmax.row_sum[i], step);
+      }
+      if (g == 0 && t * 2 + i < heads) {
+        statistics[((t * 2 + i) * S::kWarps + warp) * 2] = softmax.row_max[i];
+        statistics[((t * 2 + i) * S::kWarps + warp) * 2 + 1] = softmax.row_sum[i];
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < HeadDim / 16; ++m) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const int head = t * 2 + n % 2, column = g * (HeadDim / 8) + m * 2 + n / 2;
+        if (head < heads) accs[acc_index(HeadDim, head, column)] = softmax.acc[m][n];
+      }
+    }
+  }
+};
+
+// Turns products into scores in base 2, and these into weights of values, with the norms of both.
+template <int HeadDim, int Signs, typename S>
+__device__ __forceinline__ void make_weights(
+    CodeSoftmax<HeadDim>& softmax, uint32_t (&weights)[2][2], float (&scores)[2][4], const float (&signs)[2][4],
+    const DecodeParams& call, uint32_t stage, uint32_t valid_keys) {
+  const int g = threadIdx.x % 32 / 4;
+  const float factor = kLog2e * call.scale;
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    const float norm = factor * load_float(stage + S::kKeyNorms + (n * 8 + g) * 4);
+    const float residual = Signs > 0 ? factor * load_float(stage + S::kResidualNorms + (n * 8 + g) * 4) : 0.f;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float& score = scores[n / 2][n % 2 * 2 + i];
+      score *= norm;
+      if constexpr (Signs > 0) score += residual * signs[n / 2][n % 2 * 2 + i];
+    }
+  }
+  if (call.cap > 0.f) {
+    const float factors[2] = {kLn2, kLn2};
+    scale_scores(scores, factors, call.cap);
+  }
+  weigh_codes(softmax, scores, valid_keys);
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    const float norm = load_float(stage + S::kValueNorms + (n * 8 + g) * 4);
+    weights[n / 2][n % 2] = transpose_matrix(Half<__nv_bfloat16>::pack(
+        scores[n / 2][n % 2 * 2] * norm, scores[n / 2][n % 2 * 2 + 1] * norm));
+  }
+}
+
+// Runs the main loop of a segment over codes. Keys are a tile ahead of values, so that the products of keys and those of
+// values, which do not depend on each other, overlap.
+template <int HeadDim, int KeyBits, int ValueBits, int Signs>
+__device__ __forceinline__ void attend_tiles(
+    CodeSoftmax<HeadDim>& softmax, const DecodeParams& call,
+    TileLoader<HeadDim, Codes<KeyBits, ValueBits, Signs>>& loader, const CodeQuery<HeadDim, Signs>& query,
+    int heads) {
+  using S = TileShape<HeadDim, Codes<KeyBits, ValueBits, Signs>>;
+  if (loader.tiles > 0) {
+    uint32_t weights[2][2];
+    float scores[2][4], signs[2][4];
+    // Waits for the newest tile of keys and the values before it, and starts the next copies.
+    uint32_t keys, values, valid_keys;
+    const auto advance = [&](int tile) {
+      wait_for_copies<0>();
+      __syncwarp();  // hazard: all copies must have arrived, and all lanes have read the stages that are refilled next
+      keys = loader.key_tile();
+      valid_keys = loader.valid_keys;
+      loader.load_values();
+      values = loader.value_tile();
+      loader.load_keys(tile + 1);
+      commit_copies();
+    };
+    advance(0);
+    multiply_key_codes<HeadDim, KeyBits, ValueBits, Signs>(scores, signs, query, loader, keys);
+    make_weights<HeadDim, Signs, S>(softmax, weights, scores, signs, call, keys, valid_keys);
+    loader.store_norms();
+    for (int tile = 1; tile < loader.tiles; ++tile) {
+      const uint32_t previous_values = values;
+      advance(tile);
+      multiply_key_codes<HeadDim, KeyBits, ValueBits, Signs>(scores, signs, query, loader, keys);
+      multiply_value_codes<HeadDim, KeyBits, ValueBits, Signs>(softmax, weights, loader, previous_values);
+      make_weights<HeadDim, Signs, S>(softmax, weights, scores, signs, call, keys, valid_keys);
+      loader.store_norms();
+    }
+    wait_for_copies<0>();
+    __syncwarp();
+    multiply_value_codes<HeadDim, KeyBits, ValueBits, Signs>(softmax, weights, loader, values);
+  }
+  __syncwarp();  // hazard: lanes still read the stages that the merge and the next segment fill
+}
+
+}  // namespace ejkernel
