@@ -16,7 +16,10 @@ from ejkernel_cuda.token_sparse_attention.config import LatentSplits, heuristic
 [LATENT] = IMPLEMENTATIONS
 H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
 B200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA B200", compute_capability=10.0)
-REPLACED = {"extern __shared__ __align__(1024) char memory[];": "char* memory = device::current->block->shared;"}
+REPLACED = {
+    "extern __shared__ __align__(1024) char memory[];": "char* memory = device::current->block->shared;",
+    'asm volatile("" : "+r"(opaque_row));': "",
+}
 HOST_DTYPES = {"bfloat16": np.uint16, "float32": np.float32}
 
 
@@ -102,7 +105,7 @@ def test_other_rows_heads_and_chips_are_refused():
         assert reason in found
 
 
-@pytest.mark.parametrize(("tokens", "heads", "splits"), [(64, 128, 1), (64, 16, 2), (1, 16, 16), (4096, 128, 1)])
+@pytest.mark.parametrize(("tokens", "heads", "splits"), [(64, 128, 1), (64, 16, 2), (1, 16, 8), (4096, 128, 1)])
 def test_lists_of_few_queries_are_split_over_the_chip(tokens, heads, splits):
     record = jax.eval_shape(lambda: make(tokens=tokens, heads=heads, listed=2048))
     assert heuristic(record, H200, "forward") == LatentSplits(splits=splits)

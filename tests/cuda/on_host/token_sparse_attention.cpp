@@ -10,7 +10,6 @@ extern "C" const char* latent_sparse(void** a, const int* n, float score_factor)
   call.query = static_cast<const __nv_bfloat16*>(a[0]), call.key = static_cast<const __nv_bfloat16*>(a[1]);
   call.indices = static_cast<const int*>(a[2]), call.sinks = static_cast<const float*>(a[3]);
   call.output = static_cast<__nv_bfloat16*>(a[4]), call.lse = static_cast<float*>(a[5]);
-  call.partial = static_cast<float*>(a[6]), call.partial_lse = static_cast<float*>(a[7]);
   call.tokens = tokens, call.heads = heads, call.keys = keys, call.listed = listed, call.splits = splits;
   call.head_tiles = (heads + kHeads - 1) / kHeads;
   call.split_entries = ((listed + kStepKeys - 1) / kStepKeys + splits - 1) / splits * kStepKeys;
@@ -20,10 +19,17 @@ extern "C" const char* latent_sparse(void** a, const int* n, float score_factor)
   device::arrays = {
       {static_cast<const char*>(a[0]), size_t(batch) * tokens * heads * kRowBytes},
       {static_cast<const char*>(a[1]), size_t(batch) * keys * kRowBytes}};
+  if (splits > 1) {
+    device::blocks_of_grid = call.items;
+    for (int first = 0; first < call.items; first += splits) {
+      device::run_cluster(first, splits, sizeof(LatentShared), [&] { latent_kernel<true, true, 1>(call); }, kThreads);
+    }
+    return device::complaint;
+  }
   // As many blocks as items, but one: a block goes on with the next item.
   device::blocks_of_grid = call.items > 1 ? call.items - 1 : 1;
   for (unsigned block = 0; block < device::blocks_of_grid; ++block) {
-    device::run_cluster(block, 1, sizeof(LatentShared), [&] { latent_kernel<true, 1>(call); }, kThreads);
+    device::run_cluster(block, 1, sizeof(LatentShared), [&] { latent_kernel<false, true, 1>(call); }, kThreads);
   }
   return device::complaint;
 }

@@ -7,16 +7,10 @@ namespace {
 
 constexpr HandlerErrors kErrors{"token-sparse latent attention"};
 
-template <bool Early, int RegisterChunks>
-ffi::Error launch(cudaStream_t stream, const LatentCall& call, int64_t blocks) {
-  const auto kernel = latent_kernel<Early, RegisterChunks>;
-  return kErrors.check("launch", launch_in_order(kernel, blocks, kThreads, sizeof(LatentShared), stream, call));
-}
-
 ffi::Error latent(
     cudaStream_t stream, ffi::Buffer<ffi::BF16> query, ffi::Buffer<ffi::BF16> key, ffi::Buffer<ffi::S32> indices,
     ffi::Buffer<ffi::F32> sinks, ffi::ResultBuffer<ffi::BF16> output, ffi::ResultBuffer<ffi::F32> lse,
-    ffi::ResultBuffer<ffi::F32> partial, ffi::ResultBuffer<ffi::F32> partial_lse, int32_t splits, float score_factor) {
+    int32_t splits, float score_factor) {
   if (query.element_count() == 0) return ffi::Error::Success();
   LatentCall call;
   call.query = static_cast<const __nv_bfloat16*>(query.untyped_data());
@@ -25,8 +19,6 @@ ffi::Error latent(
   call.sinks = data_or_null(sinks);
   call.output = static_cast<__nv_bfloat16*>(output->untyped_data());
   call.lse = lse->typed_data();
-  call.partial = partial->typed_data();
-  call.partial_lse = partial_lse->typed_data();
   call.heads = last_dimension(query, 1);
   call.tokens = last_dimension(query, 2);
   call.keys = last_dimension(key, 2);
@@ -36,13 +28,10 @@ ffi::Error latent(
   call.score_factor = score_factor;
   const int64_t heads = count(query) / kRowSize, rows = heads / call.heads, batch = rows / call.tokens;
   // The kernel relies on the shapes and checks nothing.
-  const bool whole = splits == 1;
   if (last_dimension(query) != kRowSize || last_dimension(key) != kRowSize || last_dimension(key, 1) != 1 ||
-      splits < 1 || score_factor <= 0 || count(key) != batch * call.keys * kRowSize ||
+      splits < 1 || splits > kMostSplits || score_factor <= 0 || count(key) != batch * call.keys * kRowSize ||
       count(indices) != rows * call.listed || (call.sinks && count(sinks) != batch * call.heads) ||
-      count(*output) != (whole ? heads * kValueSize : 0) || count(*lse) != (whole ? heads : 0) ||
-      count(*partial) != (whole ? 0 : splits * heads * kValueSize) ||
-      count(*partial_lse) != (whole ? 0 : splits * heads)) {
+      count(*output) != heads * kValueSize || count(*lse) != heads) {
     return kErrors.invalid_shapes();
   }
   const int steps = (call.listed + kStepKeys - 1) / kStepKeys;
@@ -50,6 +39,12 @@ ffi::Error latent(
   const int64_t items = rows * call.head_tiles * splits;
   if (items > INT32_MAX) return kErrors.invalid("the kernel has at most 2 ** 31 - 1 blocks");
   call.items = static_cast<int>(items);
+  if (splits > 1) {
+    const int clusters = static_cast<int>(items / splits);
+    return kErrors.check(
+        "launch", launch_clusters(latent_kernel<true, true, 1>, clusters, splits, kThreads, sizeof(LatentShared),
+                                  stream, call));
+  }
   int device = 0, multiprocessors = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) {
@@ -57,7 +52,9 @@ ffi::Error latent(
   }
   if (error != cudaSuccess) return kErrors.check("device", error);
   // A block fills a multiprocessor; it copies keys of its next item while it ends one.
-  return launch<true, 1>(stream, call, items < multiprocessors ? items : multiprocessors);
+  const int64_t blocks = items < multiprocessors ? items : multiprocessors;
+  return kErrors.check("launch", launch_in_order(latent_kernel<false, true, 1>, blocks, kThreads, sizeof(LatentShared),
+                                                 stream, call));
 }
 
 }  // namespace

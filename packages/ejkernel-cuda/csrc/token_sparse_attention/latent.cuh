@@ -41,6 +41,7 @@ constexpr int kRowBytes = kRowSize * 2, kChunkBytes = 64 * 128, kChunks = kRowSi
 constexpr int kRotary = kChunks - 1;
 constexpr int kWarpgroup = 128, kConsumers = 2 * kWarpgroup, kThreads = 3 * kWarpgroup;
 constexpr int kParts = 4;
+constexpr int kMostSplits = 8;  // the largest cluster that every chip supports
 
 // A row's maximum moves only if a score exceeds it by this much, in base 2.
 constexpr float kRescaleThreshold = 8.0f;
@@ -53,8 +54,6 @@ struct LatentCall {
   const float* sinks;          // [batch, heads]; null without
   __nv_bfloat16* output;       // [batch, tokens, heads, 512]
   float* lse;                  // [batch, heads, tokens]
-  float* partial;              // [batch, tokens, splits, heads, 512], instead of the output if there are several splits
-  float* partial_lse;          // [batch, tokens, splits, heads]
   int tokens, heads, keys, listed;
   int head_tiles, splits, split_entries;  // a split has so many entries of a list, a multiple of kStepKeys
   int items;
@@ -66,8 +65,8 @@ struct LatentItem {
   int row, first_head, split, first_entry, end_entry;  // row: batch and token
 
   __device__ __forceinline__ LatentItem(const LatentCall& call, int item) {
-    first_head = item % call.head_tiles * kHeads;
-    split = item / call.head_tiles % call.splits;
+    split = item % call.splits;
+    first_head = item / call.splits % call.head_tiles * kHeads;
     row = item / (call.head_tiles * call.splits);
     first_entry = split * call.split_entries;
     end_entry = min(first_entry + call.split_entries, call.listed);
@@ -79,6 +78,7 @@ struct LatentShared {
   char key[2][kTileBytes];
   float row_max[2][kHeads];     // after block 0, after block 1
   float row_sum[2][2][kHeads];  // of alternating items, by warpgroup
+  float split_max[kHeads], split_sum[kHeads];
   uint64_t valid[2];            // entries of the blocks that are keys
   int steps;
   uint64_t queries_full, queries_free, weights_full[2], full[kParts], free[kParts];
@@ -96,6 +96,7 @@ __device__ __forceinline__ void arrive_with_warp(uint32_t barrier) {
 }
 
 // Gathers the queries and the listed keys of all items of a block.
+template <bool Split>
 struct LatentProducer {
   const LatentCall& call;
   LatentShared& shared;
@@ -212,12 +213,14 @@ struct LatentProducer {
         copy_block<1>(keys, next, next_own);
         step_parity ^= 1;
       }
+      // The consumers of the cluster merge their splits.
+      for (int i = 0; Split && i < 3; ++i) synchronise_cluster();
     }
   }
 };
 
 // A consumer thread: of its warp's 16 rows (heads), it has rows g and g + 8, and columns 2t, 2t + 1 of each eight.
-template <int Warpgroup, bool Early, int RegisterChunks>
+template <int Warpgroup, bool Split, bool Early, int RegisterChunks>
 struct LatentConsumer {
   const LatentCall& call;
   LatentShared& shared;
@@ -478,8 +481,8 @@ struct LatentConsumer {
     step_parity ^= 1;
   }
 
-  // Adds up both warpgroups' sums; returns factors on the rows and their lse.
-  __device__ __forceinline__ void normalise(const LatentItem& item, float (&factor)[2], float (&lse)[2]) {
+  // Adds up both warpgroups' sums.
+  __device__ __forceinline__ void add_up_sums() {
     auto& sums = shared.row_sum[item_parity];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -489,46 +492,100 @@ struct LatentConsumer {
     }
     synchronise_at<1, kConsumers>();
 #pragma unroll
+    for (int i = 0; i < 2; ++i) row_sum[i] += sums[1 - Warpgroup][first_row + 8 * i];
+  }
+
+  // The factor on a row of the accumulator, and the row's lse, with the splits of the cluster.
+  __device__ __forceinline__ void normalise(const LatentItem& item, int i, float& factor, float& lse) const {
+    const int row = first_row + 8 * i, head = item.first_head + row, splits = Split ? call.splits : 1;
+    float sink = -INFINITY;
+    if (call.sinks && head < call.heads) sink = call.sinks[item.row / call.tokens * call.heads + head] * kLog2E;
+    float top = fmaxf(row_max[i], sink);
+    for (int n = 0; Split && n < splits; ++n) top = fmaxf(top, load_of_block(&shared.split_max[row], n));
+    const float shift = top == -INFINITY ? 0.0f : top;
+    // Not 0 but for a row without keys and sinks; NaN stays NaN.
+    float denominator = exp2_approximate(sink - shift);
+    for (int n = 0; n < splits; ++n) {
+      const float own_max = Split ? load_of_block(&shared.split_max[row], n) : row_max[i];
+      const float sum = Split ? load_of_block(&shared.split_sum[row], n) : row_sum[i];
+      denominator += own_max == -INFINITY ? sum : sum * exp2_approximate(own_max - shift);
+    }
+    const bool attends = denominator != 0.0f;
+    factor = attends ? (row_max[i] == -INFINITY ? 1.0f : exp2_approximate(row_max[i] - shift)) / denominator : 0.0f;
+    lse = attends ? (log2f(denominator) + shift) * kLn2 : -INFINITY;
+  }
+
+  __device__ __forceinline__ void store_lse(const LatentItem& item, int head, float lse) const {
+    if (Warpgroup != 0 || t != 0 || item.split != 0) return;
+    const int batch = item.row / call.tokens, token = item.row % call.tokens;
+    call.lse[(int64_t(batch) * call.heads + head) * call.tokens + token] = lse;
+  }
+
+  __device__ __forceinline__ void store(const LatentItem& item) {
+    add_up_sums();
+#pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int row = first_row + 8 * i, head = item.first_head + row;
-      const float total = row_sum[i] + sums[1 - Warpgroup][row];
-      float sink = -INFINITY;
-      if (call.sinks && call.splits == 1 && head < call.heads) {
-        sink = call.sinks[item.row / call.tokens * call.heads + head] * kLog2E;
-      }
-      const float top = fmaxf(row_max[i], sink);
-      const float shift = top == -INFINITY ? 0.0f : top;
-      const float alpha = exp2_approximate(row_max[i] - shift);
-      // Not 0 but for a row without keys and sinks; NaN stays NaN.
-      const float denominator = (row_max[i] == -INFINITY ? total : total * alpha) + exp2_approximate(sink - shift);
-      const bool attends = denominator != 0.0f;
-      factor[i] = attends ? (row_max[i] == -INFINITY ? 1.0f : alpha) / denominator : 0.0f;
-      lse[i] = attends ? (log2f(denominator) + shift) * kLn2 : -INFINITY;
+      float factor, lse;
+      normalise(item, i, factor, lse);
+      const int head = item.first_head + first_row + 8 * i;
+      const bool inside = head < call.heads;
+      store_row(
+          call.output + (int64_t(item.row) * call.heads + head) * kValueSize + Warpgroup * kHalf, i, factor, inside);
+      if (inside) store_lse(item, head, lse);
     }
   }
 
-  __device__ __forceinline__ void store(const LatentItem& item, const float (&factor)[2], const float (&lse)[2]) {
+  // The place of eight columns of a row in shared memory, in an order in which a warp's stores are in different banks.
+  __device__ __forceinline__ float* merged_place(int row, int eight) const {
+    return reinterpret_cast<float*>(shared.key) + row * kValueSize + (eight ^ row % 8) * 8;
+  }
+
+  // Merges the splits of a cluster: every block leaves its share of the output in its shared memory, relative to the
+  // denominator of all, and adds up some of the columns of all blocks.
+  __device__ __forceinline__ void merge(const LatentItem& item) {
+    add_up_sums();
+    if (Warpgroup == 0 && t == 0) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int head = item.first_head + first_row + 8 * i;
-      const bool inside = head < call.heads;
-      const int64_t row = int64_t(item.row) * call.heads + head;
-      if (call.splits == 1) {
-        store_row(call.output + row * kValueSize + Warpgroup * kHalf, i, factor[i], inside);
-        const int batch = item.row / call.tokens, token = item.row % call.tokens;
-        if (Warpgroup == 0 && t == 0 && inside) {
-          call.lse[(int64_t(batch) * call.heads + head) * call.tokens + token] = lse[i];
-        }
-      } else if (inside) {
-        const int64_t at = (int64_t(item.row) * call.splits + item.split) * call.heads + head;
-        float* to = call.partial + at * kValueSize + Warpgroup * kHalf + 2 * t;
-#pragma unroll
-        for (int j = 0; j < 32; ++j) {
-          *reinterpret_cast<float2*>(to + 8 * j) = {acc[j][2 * i] * factor[i], acc[j][2 * i + 1] * factor[i]};
-        }
-        if (Warpgroup == 0 && t == 0) call.partial_lse[at] = lse[i];
+      for (int i = 0; i < 2; ++i) {
+        shared.split_max[first_row + 8 * i] = row_max[i];
+        shared.split_sum[first_row + 8 * i] = row_sum[i];
       }
     }
+    synchronise_cluster();  // all products have read the keys, too
+    int opaque_row = first_row;
+    asm volatile("" : "+r"(opaque_row));  // addresses computed before the loop over keys would be spilled
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = opaque_row + 8 * i, head = item.first_head + row;
+      float factor, lse;
+      normalise(item, i, factor, lse);
+      if (head >= call.heads) continue;
+      store_lse(item, head, lse);
+#pragma unroll
+      for (int j = 0; j < 32; ++j) {
+        *reinterpret_cast<float2*>(merged_place(row, Warpgroup * 32 + j) + 2 * t) = {
+            acc[j][2 * i] * factor, acc[j][2 * i + 1] * factor};
+      }
+    }
+    synchronise_cluster();
+    const int eights = min(kHeads, call.heads - item.first_head) * (kValueSize / 8);
+    __nv_bfloat16* const to = call.output + (int64_t(item.row) * call.heads + item.first_head) * kValueSize;
+    for (int i = item.split * kConsumers + threadIdx.x; i < eights; i += call.splits * kConsumers) {
+      const float* const from = merged_place(i / 64, i % 64);
+      float4 sum[2] = {};
+      for (int n = 0; n < call.splits; ++n) {
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          const float4 more = load_four_of_block(from + 4 * k, n);
+          sum[k].x += more.x, sum[k].y += more.y, sum[k].z += more.z, sum[k].w += more.w;
+        }
+      }
+      using Pair = Half<__nv_bfloat16>;
+      reinterpret_cast<uint4*>(to)[i] = {
+          Pair::pack(sum[0].x, sum[0].y), Pair::pack(sum[0].z, sum[0].w), Pair::pack(sum[1].x, sum[1].y),
+          Pair::pack(sum[1].z, sum[1].w)};
+    }
+    synchronise_cluster();  // other blocks may still be reading this block's share
   }
 
   // Stores half of a row. Four threads have two columns of each eight; they exchange them, so that each has eight of its
@@ -585,15 +642,13 @@ struct LatentConsumer {
         }
         if (Early && Warpgroup == 0) wait_for_products<0>(scores);
       }
-      float factor[2], lse[2];
-      normalise(item, factor, lse);
-      store(item, factor, lse);
+      Split ? merge(item) : store(item);
       item_parity ^= 1;
     }
   }
 };
 
-template <bool Early, int RegisterChunks>
+template <bool Split, bool Early, int RegisterChunks>
 __global__ void __launch_bounds__(kThreads, 1) latent_kernel(const LatentCall call) {
 #if __CUDA_ARCH__ == 900
   extern __shared__ __align__(1024) char memory[];
@@ -609,16 +664,17 @@ __global__ void __launch_bounds__(kThreads, 1) latent_kernel(const LatentCall ca
     publish_barriers();
   }
   __syncthreads();
+  if constexpr (Split) wait_for_previous_launch();
   const int warpgroup = threadIdx.x / kWarpgroup;
   if (warpgroup == 2) {
     give_registers<40>();
-    LatentProducer(call, shared).run();
+    LatentProducer<Split>(call, shared).run();
   } else {
     take_registers<232>();
     if (warpgroup == 0) {
-      LatentConsumer<0, Early, RegisterChunks>(call, shared).run();
+      LatentConsumer<0, Split, Early, RegisterChunks>(call, shared).run();
     } else {
-      LatentConsumer<1, Early, RegisterChunks>(call, shared).run();
+      LatentConsumer<1, Split, Early, RegisterChunks>(call, shared).run();
     }
   }
 #endif

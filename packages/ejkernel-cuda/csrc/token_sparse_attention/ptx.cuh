@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "common/tensor_core.cuh"
+
 namespace ejkernel::token_sparse_attention {
 
 #define EJKERNEL_D(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
@@ -105,6 +107,31 @@ __device__ __forceinline__ void synchronise_at() {
 template <int Id, int Threads>
 __device__ __forceinline__ void arrive_at() {
   asm volatile("bar.arrive %0, %1;" ::"n"(Id), "n"(Threads) : "memory");
+}
+
+// A cluster barrier that makes the blocks' stores to shared memory visible in the cluster.
+__device__ __forceinline__ void synchronise_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Loads from the shared memory of a block of the cluster, at an address of this block's.
+__device__ __forceinline__ float load_of_block(const float* from, int rank) {
+  float x;
+  asm volatile(
+      "{.reg .b32 at; mapa.shared::cluster.u32 at, %1, %2; ld.shared::cluster.f32 %0, [at];}"
+      : "=f"(x)
+      : "r"(shared_address(from)), "r"(rank)
+      : "memory");
+  return x;
+}
+__device__ __forceinline__ float4 load_four_of_block(const float* from, int rank) {
+  float4 x;
+  asm volatile(
+      "{.reg .b32 at; mapa.shared::cluster.u32 at, %4, %5; ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [at];}"
+      : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+      : "r"(shared_address(from)), "r"(rank)
+      : "memory");
+  return x;
 }
 
 // 2 ** x, approximately.

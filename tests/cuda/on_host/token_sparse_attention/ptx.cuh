@@ -109,6 +109,15 @@ void arrive_at() {
   barrier.arrive();
 }
 
+inline void synchronise_cluster() { device::cluster.wait(); }
+template <typename T>
+T of_block(const float* from, int rank) {
+  const char* const own = reinterpret_cast<const char*>(from);
+  return *reinterpret_cast<const T*>(own - device::current->block->shared + device::blocks[rank]->shared);
+}
+inline float load_of_block(const float* from, int rank) { return of_block<float>(from, rank); }
+inline float4 load_four_of_block(const float* from, int rank) { return of_block<float4>(from, rank); }
+
 inline float exp2_approximate(float x) { return exp2f(x); }
 
 }  // namespace ejkernel::token_sparse_attention

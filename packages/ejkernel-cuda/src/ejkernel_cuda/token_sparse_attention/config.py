@@ -13,6 +13,8 @@ ROW_SIZE, VALUE_SIZE = 576, 512
 """The sizes of keys and values that the kernel is compiled for."""
 HEADS_PER_BLOCK, KEYS_PER_STEP = 64, 128
 """Query heads of a block, and listed keys of a step (csrc/token_sparse_attention/latent.cuh)."""
+MAX_SPLITS = 8
+"""The largest cluster, in blocks, that every chip with clusters supports: a cluster merges the splits of a list."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,7 +22,7 @@ class LatentSplits:
     """The configuration of the kernel.
 
     Attributes:
-        splits: Number of blocks that a query's list is split over.
+        splits: Number of blocks, a cluster, that a query's list is split over.
     """
 
     splits: int
@@ -45,4 +47,4 @@ def candidates(record: TokenSparseAttention, device: DeviceInfo, direction: Dire
 
 def max_splits(record: TokenSparseAttention) -> int:
     """Returns the largest number of splits of which each has a step."""
-    return max(1, cdiv(record.indices.shape[3], KEYS_PER_STEP))
+    return max(1, min(MAX_SPLITS, cdiv(record.indices.shape[3], KEYS_PER_STEP)))
