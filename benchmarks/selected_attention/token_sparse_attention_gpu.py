@@ -2,12 +2,16 @@
 
     python benchmarks/selected_attention/token_sparse_attention_gpu.py          # 4096 queries of 32768 and 131072 keys
     python benchmarks/selected_attention/token_sparse_attention_gpu.py --quick  # of 32768 keys
+    python benchmarks/selected_attention/token_sparse_attention_gpu.py --decode # 64 queries of 128 and of 16 heads
 
 The queries are the newest tokens of a context, as in chunked prefill. Each draws 2048 keys at random from those that
 are not after it, and lists them once: 1981 on average of 32768 keys. Two layers: DeepSeek-V3.2's latent form, 128 heads
 with rows of 512 + 64 elements, and 64 query heads with 4 KV heads of 128. Rates count the listed pairs, 2 (D + Dv)
 operations per pair and head forward and 3.5 times as many with gradients, on all sides. XLA computes 256 queries: its
 time is that of 4096 divided by 16. Outputs and gradients are compared with float32 first.
+
+Decoding is 64 queries of the latent form that list 2048 of 262144 keys, eight calls in a program. Bytes are those of
+the listed keys, once for all heads; the copy moves as many.
 """
 
 import dataclasses
@@ -155,9 +159,40 @@ def rows(layer: Layer, num_keys: int, rounds: int) -> Iterator[list[str]]:
         yield [*line, used]
 
 
+DECODE_COLUMNS = ("heads", "side", "ms", "rate", "products")
+DECODE_QUERIES, DECODE_KEYS, CALLS_PER_PROGRAM = 64, 262144, 8
+
+
+def decode_rows(rounds: int) -> Iterator[list[str]]:
+    """Yields the lines of the table of decoding, all sides in turns."""
+    for heads in (128, 16):
+        layer = dataclasses.replace(LAYERS[0], heads=heads)
+        arrays, _ = layer.make_arrays(DECODE_QUERIES, DECODE_KEYS)
+        # Different queries, so that XLA cannot share calls.
+        queries = [arrays.pop("query") * factor for factor in range(1, CALLS_PER_PROGRAM + 1)]
+        bytes_read = int(jnp.sum(arrays["indices"] >= 0)) * layer.head_dim * 2
+
+        def program(call: Callable[..., jax.Array], queries: list[jax.Array], **arrays: Any) -> list[jax.Array]:
+            return [call(query=query, **arrays) for query in queries]
+
+        contenders: dict[str, Callable[[], Any]] = {}
+        for platform in ("cuda", "triton"):
+            call = functools.partial(token_sparse_attention, platform=platform, **layer.options())
+            contenders[platform] = functools.partial(jax.jit(functools.partial(program, call)), queries, **arrays)
+        copied = jnp.zeros(bytes_read * CALLS_PER_PROGRAM // 4, jnp.bfloat16) + arrays["key"][0, 0, 0, 0]
+        contenders["copy"] = functools.partial(jax.jit(lambda x: x + 1), copied)
+        for side, seconds in shared.turns.time_in_turns(contenders, rounds).items():
+            took = seconds / CALLS_PER_PROGRAM
+            products = "" if side == "copy" else f"{layer.operations(arrays['indices']) / took / 1e12:.0f} TFLOP/s"
+            yield [str(heads), side, f"{took * 1e3:.4f}", f"{bytes_read / took / 1e9:.0f} GB/s", products]
+
+
 def main() -> None:
     """Prints the table."""
-    chosen = shared.report.parse_options(__doc__, {"--quick": "32768 keys, few rounds"})
+    chosen = shared.report.parse_options(__doc__, {"--quick": "32768 keys, few rounds", "--decode": "decoding alone"})
+    if chosen.decode:
+        shared.report.print_rows_as_measured(DECODE_COLUMNS, decode_rows(7))
+        return
     for layer in LAYERS:
         check(layer)
     lengths = (32768,) if chosen.quick else (32768, 131072)
