@@ -200,9 +200,9 @@ struct LatentProducer {
       const int* list = call.indices + int64_t(item.row) * call.listed;
       const char* keys =
           reinterpret_cast<const char*>(call.key) + int64_t(item.row / call.tokens) * call.keys * kRowBytes + piece * 16;
-      const int steps = count_steps(list, item);
       int index[4], own;
       load_indices(index, own, list, item.first_entry, item.end_entry);
+      const int steps = count_steps(list, item);
       copy_queries(item, steps);
       for (int step = 0; step < steps; ++step) {
         const int entry = item.first_entry + step * kStepKeys;
