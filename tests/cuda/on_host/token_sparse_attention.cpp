@@ -22,14 +22,14 @@ extern "C" const char* latent_sparse(void** a, const int* n, float score_factor)
   if (splits > 1) {
     device::blocks_of_grid = call.items;
     for (int first = 0; first < call.items; first += splits) {
-      device::run_cluster(first, splits, sizeof(LatentShared), [&] { latent_kernel<true, true, 1>(call); }, kThreads);
+      device::run_cluster(first, splits, sizeof(LatentShared), [&] { latent_kernel<true>(call); }, kThreads);
     }
     return device::complaint;
   }
   // As many blocks as items, but one: a block goes on with the next item.
   device::blocks_of_grid = call.items > 1 ? call.items - 1 : 1;
   for (unsigned block = 0; block < device::blocks_of_grid; ++block) {
-    device::run_cluster(block, 1, sizeof(LatentShared), [&] { latent_kernel<false, true, 1>(call); }, kThreads);
+    device::run_cluster(block, 1, sizeof(LatentShared), [&] { latent_kernel<false>(call); }, kThreads);
   }
   return device::complaint;
 }

@@ -42,7 +42,7 @@ ffi::Error latent(
   if (splits > 1) {
     const int clusters = static_cast<int>(items / splits);
     return kErrors.check(
-        "launch", launch_clusters(latent_kernel<true, true, 1>, clusters, splits, kThreads, sizeof(LatentShared),
+        "launch", launch_clusters(latent_kernel<true>, clusters, splits, kThreads, sizeof(LatentShared),
                                   stream, call));
   }
   int device = 0, multiprocessors = 0;
@@ -53,7 +53,7 @@ ffi::Error latent(
   if (error != cudaSuccess) return kErrors.check("device", error);
   // A block fills a multiprocessor; it copies keys of its next item while it ends one.
   const int64_t blocks = items < multiprocessors ? items : multiprocessors;
-  return kErrors.check("launch", launch_in_order(latent_kernel<false, true, 1>, blocks, kThreads, sizeof(LatentShared),
+  return kErrors.check("launch", launch_in_order(latent_kernel<false>, blocks, kThreads, sizeof(LatentShared),
                                                  stream, call));
 }
 
