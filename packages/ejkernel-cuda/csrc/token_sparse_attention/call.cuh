@@ -51,10 +51,11 @@ struct LatentItem {
 struct LatentShared {
   alignas(1024) char query[kTileBytes];
   char key[2][kTileBytes];
-  float row_max[2][kHeads];     // after block 0, after block 1
+  float row_max[2][kHeads];  // after block 0, after block 1
   float row_sum[2][2][kHeads];  // of alternating items, by warpgroup
-  float split_max[kHeads], split_sum[kHeads];
-  uint64_t valid[2];            // entries of the blocks that are keys
+  float own_max[kHeads], own_sum[kHeads];                              // of this block's split
+  float split_max[kMostSplits][kHeads], split_sum[kMostSplits][kHeads];  // of all splits
+  uint64_t valid[2];  // entries of the blocks that are keys
   int steps;
   uint64_t queries_full, queries_free, weights_full[2], full[kParts], free[kParts];
 };

@@ -276,13 +276,13 @@ struct LatentConsumer {
     float sink = -INFINITY;
     if (call.sinks && head < call.heads) sink = call.sinks[item.row / call.tokens * call.heads + head] * kLog2E;
     float top = fmaxf(row_max[i], sink);
-    for (int n = 0; Split && n < splits; ++n) top = fmaxf(top, load_of_block(&shared.split_max[row], n));
+    for (int n = 0; Split && n < splits; ++n) top = fmaxf(top, shared.split_max[n][row]);
     const float shift = top == -INFINITY ? 0.0f : top;
     // Not 0 but for a row without keys and sinks; NaN stays NaN.
     float denominator = exp2_approximate(sink - shift);
     for (int n = 0; n < splits; ++n) {
-      const float own_max = Split ? load_of_block(&shared.split_max[row], n) : row_max[i];
-      const float sum = Split ? load_of_block(&shared.split_sum[row], n) : row_sum[i];
+      const float own_max = Split ? shared.split_max[n][row] : row_max[i];
+      const float sum = Split ? shared.split_sum[n][row] : row_sum[i];
       denominator += own_max == -INFINITY ? sum : sum * exp2_approximate(own_max - shift);
     }
     const bool attends = denominator != 0.0f;
@@ -322,11 +322,17 @@ struct LatentConsumer {
     if (Warpgroup == 0 && t == 0) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        shared.split_max[first_row + 8 * i] = row_max[i];
-        shared.split_sum[first_row + 8 * i] = row_sum[i];
+        shared.own_max[first_row + 8 * i] = row_max[i];
+        shared.own_sum[first_row + 8 * i] = row_sum[i];
       }
     }
     synchronise_cluster();  // all products have read the keys, too
+    for (int i = threadIdx.x; i < call.splits * kHeads; i += kConsumers) {
+      const int n = i / kHeads, row = i % kHeads;
+      shared.split_max[n][row] = load_of_block(&shared.own_max[row], n);
+      shared.split_sum[n][row] = load_of_block(&shared.own_sum[row], n);
+    }
+    synchronise_at<1, kConsumers>();
     int opaque_row = first_row;
     asm volatile("" : "+r"(opaque_row));  // addresses computed before the loop over keys would be spilled
 #pragma unroll
@@ -347,12 +353,20 @@ struct LatentConsumer {
     __nv_bfloat16* const to = call.output + (int64_t(item.row) * call.heads + item.first_head) * kValueSize;
     for (int i = item.split * kConsumers + threadIdx.x; i < eights; i += call.splits * kConsumers) {
       const float* const from = merged_place(i / 64, i % 64);
+      constexpr int kBatch = 4;  // loads in flight, as each takes long
       float4 sum[2] = {};
-      for (int n = 0; n < call.splits; ++n) {
 #pragma unroll
-        for (int k = 0; k < 2; ++k) {
-          const float4 more = load_four_of_block(from + 4 * k, n);
-          sum[k].x += more.x, sum[k].y += more.y, sum[k].z += more.z, sum[k].w += more.w;
+      for (int k = 0; k < 2; ++k) {
+        for (int first = 0; first < call.splits; first += kBatch) {
+          float4 shares[kBatch] = {};
+#pragma unroll
+          for (int n = 0; n < kBatch; ++n) {
+            if (first + n < call.splits) shares[n] = load_four_of_block(from + 4 * k, first + n);
+          }
+#pragma unroll
+          for (int n = 0; n < kBatch; ++n) {
+            sum[k].x += shares[n].x, sum[k].y += shares[n].y, sum[k].z += shares[n].z, sum[k].w += shares[n].w;
+          }
         }
       }
       using Pair = Half<__nv_bfloat16>;

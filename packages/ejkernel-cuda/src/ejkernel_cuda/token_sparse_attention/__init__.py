@@ -28,7 +28,11 @@ def _refusal_reasons(record: Any) -> Iterable[str]:
 
 
 def _priority(record: Any, device: DeviceInfo, direction: Direction) -> int:
-    """Returns a priority above Triton's 10."""
+    """Returns a priority above Triton's 10, but for a single query, which is faster in XLA.
+
+    On an H200, 4096 queries of 128 heads take 4.0 ms and 8.8 in Triton, 64 of 16 heads 0.053 ms and 0.119, two of 128
+    heads 0.033 ms and 0.053 in XLA, and one 0.034 ms and 0.022 in XLA (docs/lab/token_sparse_attention_gpu.md).
+    """
     return -1 if math.prod(record.query.shape[:2]) == 1 else 20
 
 
