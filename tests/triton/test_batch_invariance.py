@@ -51,5 +51,5 @@ def test_hopper_multiplies_16_bits_in_tiles_that_fit_the_batch():
 
 def test_claims_of_interpreted_kernels_hold():
     """The suite proves every claim on a GPU; these are the cheapest on a CPU."""
-    operations = ("quantized_matmul", "gather_reduce", "mean_pooling", "expert_routing", "gated_grouped_matmul")
+    operations = ("gather_reduce", "mean_pooling", "expert_routing")
     assert_conforms(operations, "test_batch_invariance")
