@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ejkernel.families.tiled_attention import TiledAttention, causal_window_bounds
-from ejkernel.families.tiled_attention.block_maps import block_map
+from ejkernel.families.tiled_attention.block_maps import block_lists, block_map
 from ejkernel.families.tiled_attention.mask_functions import mask_function_as_window
 from ejkernel.types.pair_functions import mask_function
 
@@ -82,3 +82,12 @@ def test_bounds_of_documents_are_sharp():
     assert blocks.any_allowed.shape[1] == 1
     np.testing.assert_array_equal(blocks.any_allowed.sum((1, 2, 3)), [11, 15])
     np.testing.assert_array_equal(blocks.all_allowed.sum((1, 2, 3)), [2, 3])
+
+
+def test_lists_of_traced_tiles_have_full_tiles_first():
+    mask = record(lambda b, h, q, k: (DOCUMENTS[b, q] == DOCUMENTS[b, k]) & (k <= q), keys=40)
+    blocks = block_map(mask, 8, 8)
+    lists = block_lists(blocks)
+    rank = np.where(blocks.any_allowed & blocks.all_allowed, 0, np.where(blocks.any_allowed, 1, 2))
+    np.testing.assert_array_equal(lists.blocks, np.argsort(rank, axis=-1, kind="stable"))
+    np.testing.assert_array_equal(lists.full, (rank == 0).sum(-1))

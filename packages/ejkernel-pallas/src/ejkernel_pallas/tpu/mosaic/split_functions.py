@@ -27,7 +27,7 @@ INLINED = frozenset({"jit", "closed_call"})
 UNCHANGED = frozenset({"copy", "copy_p", "broadcast_in_dim", "reshape", "squeeze", "stop_gradient"})
 """Operations that leave a scalar as it is."""
 ARITHMETIC = "abs add add_any clamp convert_element_type div integer_pow max min mul neg pow rem round sign square sub"
-FUNCTIONS = "cos erf exp exp2 floor log log1p logistic rsqrt sin sqrt tan tanh"
+FUNCTIONS = "cos erf exp exp2 floor log log1p logistic one_minus_square rsqrt sin sqrt tan tanh"
 LOGIC = "and eq ge gt le lt ne not or select_n shift_left shift_right_arithmetic shift_right_logical xor"
 ELEMENTWISE = frozenset(f"{ARITHMETIC} {FUNCTIONS} {LOGIC}".split())
 """Operations on scalars that the kernels compute for all pairs of a chunk."""
