@@ -30,7 +30,7 @@ import shared.turns
 from ejkernel.modules import flash_attention
 from ejkernel.types import MaskInfo
 
-HEADS, WINDOW, DOCUMENTS, SOFT_CAP, PREFIX = 16, 256, 8, 20.0, 512
+HEADS, WINDOW, DOCUMENTS, SOFT_CAP = 16, 256, 8, 20.0
 COLUMNS = ("function", "B", "S", "D", "pass", "ours ms", "arguments ms", "ours / arguments", "flex ms", "flex / ours")
 Function = Callable[..., Any]
 
@@ -61,20 +61,25 @@ class Problem:
         starts = np.random.RandomState(0).randint(1, self.length, DOCUMENTS - 1)
         return np.searchsorted(np.sort(starts), np.arange(self.length), side="right").astype(np.int32)
 
+    def prefixes(self) -> np.ndarray:
+        """Length of every row's prefix, int32 [B]."""
+        return (self.length // 8 + 40 * np.arange(self.batch)).astype(np.int32)
 
-def functions_of(problem: Problem, xp: Any, ids: Any) -> dict[str, Any]:
+
+def functions_of(problem: Problem, xp: Any, ids: Any, prefixes: Any) -> dict[str, Any]:
     """The problem's `score_mod` and `mask_mod`, written with NumPy's names.
 
     Args:
         problem: The problem.
         xp: `jax.numpy`, or PyTorch.
         ids: Document of every token, an array of `xp`.
+        prefixes: Length of every row's prefix, an array of `xp`.
     """
     masks: dict[str, Function] = {
         "causal": lambda b, h, q, k: q >= k,
         "sliding window": lambda b, h, q, k: (q >= k) & (q - k <= WINDOW),
         "document": lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k),
-        "prefix": lambda b, h, q, k: (q >= k) | (k < PREFIX),
+        "prefix": lambda b, h, q, k: (q >= k) | (k < prefixes[b]),
     }
     scores: dict[str, Function] = {
         "alibi": lambda score, b, h, q, k: score + (k - q) * xp.exp2(-((h + 1) * 8.0 / HEADS)),
@@ -84,12 +89,14 @@ def functions_of(problem: Problem, xp: Any, ids: Any) -> dict[str, Any]:
     return {"score_mod": scores.get(problem.name), "mask_mod": masks.get(problem.name)}
 
 
-def with_functions(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
+def with_functions(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, *arrays: jax.Array) -> jax.Array:
     """Attention with the problem's functions."""
-    return flash_attention(q, k, v, **functions_of(problem, jnp, ids))
+    return flash_attention(q, k, v, **functions_of(problem, jnp, *arrays))
 
 
-def with_arguments(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
+def with_arguments(
+    problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array, prefixes: jax.Array
+) -> jax.Array:
     """The same by arguments."""
     batch_ids = jnp.broadcast_to(ids, (problem.batch, problem.length))
     options: dict[str, dict[str, Any]] = {
@@ -105,15 +112,18 @@ def with_arguments(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, i
 def jax_passes(side: Function, problem: Problem) -> tuple[Callable[[], Any], ...]:
     """Both passes of a side, compiled."""
     query, key, value, cotangent = problem.inputs()
-    ids = jnp.asarray(problem.documents())
+    captured = jnp.asarray(problem.documents()), jnp.asarray(problem.prefixes())
 
     def gradients(*arrays: jax.Array) -> Any:
-        output, pull = jax.vjp(lambda *x: side(problem, *x, ids), *arrays[:3])
+        output, pull = jax.vjp(lambda *x: side(problem, *x, *arrays[4:]), *arrays[:3])
         return output, *pull(arrays[3])
 
-    forward = jax.jit(lambda *arrays: side(problem, *arrays, ids)).lower(query, key, value).compile()
-    both = jax.jit(gradients).lower(query, key, value, cotangent).compile()
-    return functools.partial(forward, query, key, value), functools.partial(both, query, key, value, cotangent)
+    forward = jax.jit(functools.partial(side, problem)).lower(query, key, value, *captured).compile()
+    both = jax.jit(gradients).lower(query, key, value, cotangent, *captured).compile()
+    return (
+        functools.partial(forward, query, key, value, *captured),
+        functools.partial(both, query, key, value, cotangent, *captured),
+    )
 
 
 def flex_passes(problem: Problem) -> tuple[Callable[[], Any], ...]:
@@ -123,10 +133,12 @@ def flex_passes(problem: Problem) -> tuple[Callable[[], Any], ...]:
 
     shared.gpu_peers.keep_triton_cache()
     torch._dynamo.reset()
-    functions = functions_of(problem, torch, torch.from_numpy(problem.documents()).cuda())
+    captured = (torch.from_numpy(x).cuda() for x in (problem.documents(), problem.prefixes()))
+    functions = functions_of(problem, torch, *captured)
     mask = None
     if functions["mask_mod"] is not None:
-        mask = create_block_mask(functions["mask_mod"], None, None, problem.length, problem.length, device="cuda")
+        batch = problem.batch if problem.name == "prefix" else None
+        mask = create_block_mask(functions["mask_mod"], batch, None, problem.length, problem.length, device="cuda")
     call = functools.partial(torch.compile(flex_attention), score_mod=functions["score_mod"], block_mask=mask)
     forward, both = shared.gpu_peers.torch_passes(call, problem.inputs())
     return lambda: forward().transpose(1, 2), both
