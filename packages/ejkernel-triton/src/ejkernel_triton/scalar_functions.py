@@ -73,7 +73,9 @@ def pack_arrays(arrays: Iterable[jax.Array]) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=256)
-def triton_function(name: str, program: ScalarProgram, shapes: Shapes, first_word: int) -> Any:
+def triton_function(
+    name: str, program: ScalarProgram, shapes: Shapes, first_word: int, derivative: int | None = None
+) -> Any:
     """Returns the `triton.jit` function of a program.
 
     Args:
@@ -81,6 +83,7 @@ def triton_function(name: str, program: ScalarProgram, shapes: Shapes, first_wor
         program: The program.
         shapes: Shapes of the arrays that it loads elements of.
         first_word: Where the first of them begins in the buffer.
+        derivative: A node that is returned in place of the derivative by the score; None for that.
 
     Returns:
         A function of the inputs of the program, of the buffer, and of whether tanh may be approximate. For a program
@@ -91,7 +94,7 @@ def triton_function(name: str, program: ScalarProgram, shapes: Shapes, first_wor
 
     from ejkernel_triton.blocks import power, tanh
 
-    body = _function_body(program, shapes, first_word)
+    body = _function_body(program, shapes, first_word, program.slope if derivative is None else derivative)
     name = f"{name}_{hashlib.sha256(body.encode()).hexdigest()[:16]}"
     inputs = "b, h, q_idx, k_idx" if program.slope is None else "score, b, h, q_idx, k_idx"
     source = f"def {name}({inputs}, arrays, FAST: tl.constexpr):\n{body}"
@@ -103,9 +106,9 @@ def triton_function(name: str, program: ScalarProgram, shapes: Shapes, first_wor
     return triton.jit(names[name])
 
 
-def _function_body(program: ScalarProgram, shapes: Shapes, first_word: int) -> str:
+def _function_body(program: ScalarProgram, shapes: Shapes, first_word: int, derivative: int | None) -> str:
     offsets = [first_word + sum(math.prod(shape) for shape in shapes[:n]) for n in range(len(shapes))]
-    results = [program.result] if program.slope is None else [program.result, program.slope]
+    results = [program.result] if derivative is None else [program.result, derivative]
     live = sorted(set().union(*(program.live_nodes(n) for n in results)))
     expressions: dict[int, str] = {}
     lines: list[str] = []

@@ -150,6 +150,44 @@ def loaded_arrays(function: PairFunction) -> tuple[jax.Array, ...]:
 
 
 @functools.lru_cache(maxsize=256)
+def derivatives_by_loads(program: ScalarProgram) -> tuple[ScalarProgram, dict[int, int]]:
+    """Returns a program with further nodes: the derivatives of the result by the floating elements that it loads.
+
+    Args:
+        program: A program without refusals.
+
+    Returns:
+        The program, whose nodes begin with those of the given one; and the node of the derivative by each load.
+    """
+    live = program.live_nodes(program.result)
+    loads = [n for n in live if program.nodes[n].operation == "load" and program.nodes[n].dtype == "float32"]
+    if not loads:
+        return program, {}
+    inputs = [n for n in live if program.nodes[n].operation in (*INPUTS, "load") and n not in loads]
+
+    def run(loaded: list[Any], given: list[Any]) -> Any:
+        values = dict(zip((*loads, *inputs), (*loaded, *given), strict=True))
+        for n in live:
+            node = program.nodes[n]
+            if node.operation == "constant":
+                values[n] = jnp.asarray(node.value, node.dtype)
+            elif n not in values:
+                values[n] = compute_node(node, [values[x] for x in node.operands])
+        return values[program.result]
+
+    shapes = [[jax.ShapeDtypeStruct((), program.nodes[n].dtype) for n in group] for group in (loads, inputs)]
+    jaxpr = jax.make_jaxpr(jax.grad(run))(*shapes).jaxpr
+    builder = _Builder((), program.nodes)
+    known: dict[Any, Any] = dict(zip(jaxpr.invars, (*loads, *inputs), strict=True))
+    with jax.ensure_compile_time_eval():
+        results = builder.translate(jaxpr, known)
+    nodes = [0 if x is None else x for x in results]
+    refusals = tuple(dict.fromkeys(builder.refusals))
+    extended = dataclasses.replace(program, nodes=tuple(builder.nodes), refusals=refusals)
+    return extended, dict(zip(loads, nodes, strict=True))
+
+
+@functools.lru_cache(maxsize=256)
 def _translated(program: PairProgram) -> tuple[ScalarProgram, Callable[[Sequence[Any]], list[Any]]]:
     """Returns a function's scalar operations, and a function of the captured arrays that returns those it loads."""
     jaxpr, captured = _flat_jaxpr(program), len(program.jaxpr.constvars)
@@ -198,14 +236,14 @@ def _flat_jaxpr(program: PairProgram) -> "Jaxpr":
 class _Builder:
     """Translates a jaxpr into nodes; equal operations become one node, and those of constants are computed."""
 
-    def __init__(self, captured: Sequence[Any]) -> None:
-        self.nodes: list[ScalarNode] = []
+    def __init__(self, captured: Sequence[Any], nodes: Sequence[ScalarNode] = ()) -> None:
+        self.nodes: list[ScalarNode] = list(nodes)
         self.refusals: list[str] = []
         self.arrays: list[Any] = []
         self._captured = captured
         self._outer = set(captured)  # what depends on no input of the program
         self._outer_steps: list[Any] = []
-        self._numbers: dict[ScalarNode, int] = {}
+        self._numbers: dict[ScalarNode, int] = {node: n for n, node in enumerate(nodes)}
 
     def compute_arrays(self, captured: Sequence[Any]) -> list[Any]:
         """Returns the arrays that the program loads elements of."""
@@ -309,13 +347,6 @@ class _Builder:
             indices[axis] = self._operation("clamp", [limits[0], start, limits[1]], jnp.int32)
         return _ArrayView(view.array, tuple(indices))
 
-    def _is_distance(self, node: ScalarNode) -> bool:
-        """Returns whether a node is the difference of two indices, or its absolute value."""
-        operands = [self.nodes[n] for n in node.operands]
-        if node.operation == "abs" and node.dtype == "int32":
-            return self._is_distance(operands[0])
-        return node.operation == "sub" and all(x.operation in INDEX_NAMES for x in operands)
-
     def _operation(self, name: str, operands: list[int], dtype: Any, exponent: Any = None) -> int:
         name, nodes = "add" if name == "add_any" else name, [self.nodes[n] for n in operands]
         if name == "convert_element_type" and nodes[0].dtype == str(dtype):
@@ -327,10 +358,6 @@ class _Builder:
             name, exponent = "integer_pow", 2
         if name == "one_minus_square":  # in the derivative of tanh, from JAX 0.11 on
             return self._operation("sub", [self.constant(1, dtype), self._operation("square", operands, dtype)], dtype)
-        if name == "convert_element_type" and jnp.issubdtype(dtype, jnp.floating) and self._is_distance(nodes[0]):
-            # Floats of both indices are exact up to 2**24, and computed once per query and key.
-            parts = [self._operation("convert_element_type", [x], dtype) for x in nodes[0].operands]
-            return self._operation(nodes[0].operation, parts, dtype)
         simple = _simplified(name, nodes, operands)
         if simple is not None:
             return simple

@@ -24,6 +24,7 @@ from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 from ejkernel.planning.fixed_sizes import with_fixed_sizes
+from ejkernel.planning.scalar_programs import derivatives_by_loads, scalar_program
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 from ejkernel_triton.tiled_attention import config, forward_mode
 
@@ -56,6 +57,17 @@ def _function_refusals(record: TiledAttention) -> Iterable[str]:
         for name in ("bias", "mask"):
             if getattr(record, name) is not None:
                 yield f"{name}: the kernels have none together with score_mod or mask_mod"
+
+
+def _backward_refusal_reasons(record: Any) -> Iterable[str]:
+    """Yields the reasons to refuse the backward pass of a record: the gradient of an array has no place for pairs."""
+    yield from _refusal_reasons(record)
+    if record.score_mod is None or scalar_program(record.score_mod).refusals:
+        return
+    program, derivatives = derivatives_by_loads(scalar_program(record.score_mod))
+    yield from (f"score_mod: {reason}" for reason in program.refusals)
+    if any(program.reads_both(n) for n in derivatives):
+        yield "score_mod: reads an array by query and key together; the kernels sum its gradients by one of them"
 
 
 FIXED_LENGTH = 4096
@@ -95,8 +107,11 @@ def implementations() -> tuple[Implementation, ...]:
         backward="tiled_attention.backward:backward",
         forward_mode="ejkernel_triton.tiled_attention.forward_mode:forward_mode",
         forward_mode_limits=forward_mode.limits,
-        gradients=frozenset({"query", "key", "value", "bias", "softmax_aux"}),
+        gradients=frozenset({"query", "key", "value", "bias", "softmax_aux", "score_mod"}),
         requires=triton_requires(head_dims=range(1, 257), handles=HANDLED_FIELDS, extra_reasons=_refusal_reasons),
+        backward_requires=triton_requires(
+            head_dims=range(1, 257), handles=HANDLED_FIELDS, extra_reasons=_backward_refusal_reasons
+        ),
         config=ConfigSpace(
             heuristic=config.heuristic,
             candidates=config.candidates,

@@ -14,6 +14,7 @@ gradient of the sink; a separate pass differentiates its lse. XLA computes delta
 over rows.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -27,8 +28,12 @@ from ejkernel.families.tiled_attention import (
     subtract_lse_cotangent,
     unnormalised_gradients,
 )
+from ejkernel.families.tiled_attention.mask_bounds import values_of_nodes
 from ejkernel.families.tiled_attention.mask_terms import mask_function_as_arguments
+from ejkernel.families.tiled_attention.record import indices_in_call
 from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments, tiles
+from ejkernel.planning.scalar_programs import loaded_arrays, scalar_program
+from ejkernel.types.pair_functions import PairFunction
 from ejkernel.types.pullback import Pullback
 from ejkernel_triton.launch import ShapeDtype, launch
 from ejkernel_triton.tiled_attention.config import Tile, TritonBackward, backward_tiles
@@ -38,10 +43,11 @@ from ejkernel_triton.tiled_attention.spec import (
     make_spec,
     query_tile_constants,
     slices_rows,
+    specs_of_loads,
     splits_key_value_gradients,
 )
 
-Gradients = dict[str, jax.Array]
+Gradients = dict[str, Any]
 
 
 def backward(pullback: Pullback, params: TritonBackward) -> Gradients:
@@ -73,6 +79,8 @@ def backward(pullback: Pullback, params: TritonBackward) -> Gradients:
         gradients["query"] = _query_gradient(record, per_query_inputs, query_tile)
     if "bias" in requested:
         gradients["bias"] = _bias_gradient(record, per_query_inputs, query_tile)
+    if "score_mod" in requested:
+        gradients["score_mod"] = _gradients_of_captured_arrays(record, per_query_inputs, query_tile)
     if "softmax_aux" in requested:
         gradients["softmax_aux"] = sinks_gradient(pullback, delta)
     return {name: gradients[name] for name in sorted(requested)}
@@ -171,30 +179,79 @@ def _query_gradient(record: TiledAttention, per_query_inputs: tuple[Any, ...], t
 
 
 def _bias_gradient(record: TiledAttention, per_query_inputs: tuple[Any, ...], tile: Tile) -> jax.Array:
-    from ejkernel_triton.tiled_attention.kernels.flash_bwd_dbias import flash_bwd_dbias_kernel
-
-    bias, num_queries, num_keys = record.bias, record.query.shape[1], record.key.shape[1]
+    bias = record.bias
     assert bias is not None  # its gradient is requested
+    tile, constants = _bias_tile_constants(record, tile)
+    return _sum_of_score_gradients(record, per_query_inputs, tile, constants, ShapeDtype(bias.shape, bias.dtype))
+
+
+def _bias_tile_constants(record: TiledAttention, tile: Tile) -> tuple[Tile, dict[str, Any]]:
     # Without the gradient of the queries a tile can have twice as many, if rows are multiplied in pieces.
     if splits_key_value_gradients(record) and slices_rows(record, 2 * tile.stationary_rows, tile.streamed_rows):
         tile = tile._replace(stationary_rows=2 * tile.stationary_rows)
+    return tile, query_tile_constants(record, tile)
+
+
+def _sum_of_score_gradients(
+    record: TiledAttention, per_query_inputs: tuple[Any, ...], tile: Tile, constants: dict[str, Any], term: ShapeDtype
+) -> jax.Array:
+    """Returns the gradient of a term of the scores [B|1, H|1, T|1, S|1], summed along the axes of size 1."""
+    from ejkernel_triton.tiled_attention.kernels.flash_bwd_dbias import flash_bwd_dbias_kernel
+
+    num_queries, num_keys = record.query.shape[1], record.key.shape[1]
     blocks = plan_bias_blocks(record, tile.stationary_rows, tile.streamed_rows)
     q_tiles, k_tiles = tiles(num_queries, tile.stationary_rows), tiles(num_keys, tile.streamed_rows)
-    grid = (*bias.shape[:2], q_tiles if bias.shape[2] > 1 else 1, k_tiles if bias.shape[3] > 1 else 1)
-    (dbias,) = launch(
+    grid = (*term.shape[:2], q_tiles if term.shape[2] > 1 else 1, k_tiles if term.shape[3] > 1 else 1)
+    (gradient,) = launch(
         flash_bwd_dbias_kernel,
         (*kernel_operands(record, blocks), *per_query_inputs),
-        [ShapeDtype(bias.shape, bias.dtype)],
+        [term],
         batch=record.query.shape[0],
         grid=math.prod(grid),
         num_warps=tile.warps,
         num_stages=tile.stages,
         constants={
-            **query_tile_constants(record, tile),
+            **constants,
             "NUM_Q_TILES": q_tiles,
             "NUM_K_TILES": k_tiles,
-            "BIAS_SIZES": bias.shape[1:],
+            "BIAS_SIZES": term.shape[1:],
             "LIST_SHAPE": blocks.list_shape,
         },
     )
-    return dbias
+    return gradient
+
+
+def _gradients_of_captured_arrays(
+    record: TiledAttention, per_query_inputs: tuple[Any, ...], tile: Tile
+) -> PairFunction:
+    """Returns the gradients of the arrays that `score_mod` closes over, in its place; those of integers are None.
+
+    The kernel sums the gradients of each element that a pair reads, over keys or over queries, and XLA differentiates
+    the elements by the arrays.
+    """
+    function, (batch, queries, heads, _), keys = record.score_mod, record.query.shape, record.key.shape[1]
+    assert function is not None  # its gradient is requested
+    program, floating = scalar_program(function), jnp.floating
+    tile, constants = _bias_tile_constants(record, tile)
+    specs = specs_of_loads(record, constants["spec"])
+
+    def elements(captured: dict[int, jax.Array]) -> list[jax.Array]:
+        changed = tuple(captured.get(n, x) for n, x in enumerate(function.captured))
+        arrays = loaded_arrays(dataclasses.replace(function, captured=changed))
+        live = sorted(set().union(*(program.live_nodes(n) for n in specs)))
+        values = values_of_nodes(program, live, indices_in_call(record), arrays)
+        return [values[n] for n in specs]
+
+    captured = {n: x.astype(jnp.float32) for n, x in enumerate(function.captured) if jnp.issubdtype(x.dtype, floating)}
+    primals, pull = jax.vjp(elements, captured)
+    cotangents: list[jax.Array] = []
+    for primal, spec in zip(primals, specs.values(), strict=True):
+        # With all rows and heads, and queries or keys, there are programs for all of the GPU.
+        shape = (batch, heads, 1, keys) if primal.shape[3] > 1 else (batch, heads, queries, 1)
+        term = ShapeDtype(shape, jnp.float32)
+        found = _sum_of_score_gradients(record, per_query_inputs, tile, {**constants, "spec": spec}, term)
+        axes = tuple(n for n in range(4) if primal.shape[n] == 1)
+        cotangents.append(jnp.sum(found, axis=axes, keepdims=True).astype(primal.dtype))
+    (found,) = pull(cotangents)
+    gradients = [found[n].astype(x.dtype) if n in found else None for n, x in enumerate(function.captured)]
+    return dataclasses.replace(function, captured=tuple(gradients))

@@ -61,13 +61,12 @@ def plan_bias_blocks(record: TiledAttention, block_q: int, block_kv: int) -> Blo
     They are those of `plan_key_blocks`, except that with a pattern they are the block map, of ids and -1: a program has
     one tile of the map, and would have to search a list. The map is smaller than the bias.
     """
-    if record.pattern is None:
+    if not has_block_lists(record):
         return plan_key_blocks(record, block_q, block_kv)
-    pattern_block_map = block_map(record, block_q, block_kv)
-    ids = jnp.where(jnp.asarray(pattern_block_map.any_allowed), pattern_block_map.mask_ids, -1)
-    return BlockTables(
-        block_lists=ids, tile_masks=_tile_mask_array(pattern_block_map), list_shape=(ids.shape[1], ids.shape[3])
-    )
+    tile_map = block_map(record, block_q, block_kv)
+    ids = jnp.where(jnp.asarray(tile_map.any_allowed), 0 if tile_map.mask_ids is None else tile_map.mask_ids, -1)
+    tile_masks = None if tile_map.mask_ids is None else _tile_mask_array(tile_map)
+    return BlockTables(block_lists=ids, tile_masks=tile_masks, list_shape=(ids.shape[1], ids.shape[3]))
 
 
 def has_block_lists(record: TiledAttention) -> bool:

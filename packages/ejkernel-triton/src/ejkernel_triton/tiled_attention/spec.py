@@ -12,7 +12,7 @@ from ejkernel.arithmetic import LOG2E
 from ejkernel.families.tiled_attention import TiledAttention, causal_window_bounds
 from ejkernel.ops.device import current_device
 from ejkernel.planning import dropout
-from ejkernel.planning.scalar_programs import loaded_arrays, scalar_program
+from ejkernel.planning.scalar_programs import derivatives_by_loads, loaded_arrays, scalar_program
 from ejkernel_triton.launch import is_interpreting
 from ejkernel_triton.scalar_functions import pack_arrays, triton_function
 from ejkernel_triton.sizes import AttentionSizes, pad_to_dot_size
@@ -61,6 +61,8 @@ class TiledSpec(AttentionSizes):
         FUNCTION_WORDS: Words of the buffer with what these functions read, from `pair_function_words`; None without
             them.
         BATCH: Batch rows of the call with these functions; None without them.
+        DIFFERENTIATES_LOAD: Whether `SCORE_MOD` returns the derivative by an element that it loads instead of by the
+            score.
     """
 
     SCALE: float
@@ -90,6 +92,7 @@ class TiledSpec(AttentionSizes):
     MASK_MOD: Any = None
     FUNCTION_WORDS: int | None = None
     BATCH: int | None = None
+    DIFFERENTIATES_LOAD: bool = False
 
 
 class SharedMemoryCopies(NamedTuple):
@@ -181,6 +184,22 @@ def _pair_functions(record: TiledAttention) -> dict[str, Any]:
             constants[name.upper()] = triton_function(name, scalar_program(function), shapes, num_words)
             num_words += sum(map(math.prod, shapes))
     return {**constants, "FUNCTION_WORDS": num_words, "BATCH": record.query.shape[0]}
+
+
+def specs_of_loads(record: TiledAttention, spec: TiledSpec) -> dict[int, TiledSpec]:
+    """Returns the constants of the kernels of gradients of `score_mod`'s elements, by the node of a load."""
+    function = record.score_mod
+    assert function is not None  # the gradient of its arrays is requested
+    program, derivatives = derivatives_by_loads(scalar_program(function))
+    shapes = tuple(x.shape for x in jax.eval_shape(loaded_arrays, function))
+    return {
+        load: dataclasses.replace(
+            spec,
+            SCORE_MOD=triton_function("score_mod_of_load", program, shapes, NUM_ORIGIN_WORDS, derivative),
+            DIFFERENTIATES_LOAD=True,
+        )
+        for load, derivative in derivatives.items()
+    }
 
 
 def pair_function_words(record: TiledAttention) -> jax.Array:

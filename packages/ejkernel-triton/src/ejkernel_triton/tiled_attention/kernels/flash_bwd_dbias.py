@@ -51,9 +51,10 @@ def flash_bwd_dbias_kernel(
 ):
     """Computes a tile of the gradient. BIAS_SIZES are the bias's sizes over head, query and key: 1 where it broadcasts.
 
-    The grid has as many programs along an axis as the bias has tiles; where it broadcasts, one, which loops. With a
-    pattern `block_lists` is the block map itself, [heads, query tiles, key tiles]: the id of a tile's mask, or -1 for
-    an empty block. LIST_SHAPE is then (heads, key tiles).
+    The grid has as many programs along an axis as the bias has tiles; where it broadcasts, one, which loops. With lists
+    of blocks `block_lists` is the block map itself, [heads, query tiles, key tiles]: the id of a tile's mask, or -1 for
+    an empty block. LIST_SHAPE is then (heads, key tiles). The bias may stand for an element that `score_mod` loads
+    (`spec.DIFFERENTIATES_LOAD`).
     """
     GRID_K: tl.constexpr = NUM_K_TILES if BIAS_SIZES[2] > 1 else 1
     GRID_Q: tl.constexpr = NUM_Q_TILES if BIAS_SIZES[1] > 1 else 1
@@ -107,9 +108,8 @@ def flash_bwd_dbias_kernel(
                             n, rows, token_info, keys, mask_bases, batch, spec, per, BLOCK_KV, True
                         )
                         acc += gradient
-    base = (
-        dbias + tl.cast(bias_row, tl.int64) * spec.BIAS_STRIDES[0] + tl.cast(bias_head, tl.int64) * spec.BIAS_STRIDES[1]
-    )
+    HEAD_SIZE: tl.constexpr = BIAS_SIZES[1] * BIAS_SIZES[2]
+    base = dbias + (tl.cast(bias_row, tl.int64) * BIAS_SIZES[0] + bias_head) * HEAD_SIZE
     _store_bias_gradient(base, acc, q_tile * BLOCK_Q, k_tile * BLOCK_KV, BLOCK_Q, BLOCK_KV, BIAS_SIZES)
 
 
