@@ -49,6 +49,7 @@ INABILITY = {
             r"(score|mask)_mod: (computes \w+ of|reads an array of) [\w ]+, the kernels (have|load) [\w, ]+",
             rf"(score|mask)_mod: takes {N} elements of an array at once, the kernels load single ones",
             r"score_mod: has another derivative by the score than 1, which the kernels do not combine with dropout",
+            r"score_mod: reads an array by query and key together; the kernels sum its gradients by one of them",
             r"(bias|mask): the kernels have none together with score_mod or mask_mod",
         ]
     ),

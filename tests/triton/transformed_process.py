@@ -67,18 +67,18 @@ def pattern_by_parts(mesh):
 
 def functions_by_parts(mesh, query, key, value):
     """Functions of pairs whose indices are those of the whole call, and their gradients, in shards."""
-    lengths = jnp.array([30, 41])
+    lengths, slopes = jnp.array([30, 41]), jnp.arange(1.0, 5.0)
 
-    def score_mod(score, b, h, q_idx, k_idx):
-        return 2 * jnp.tanh(score / 2) * (h + 1) - b * jnp.abs(q_idx - k_idx) ** 0.5
+    def loss(query, key, value, slopes, **sharded):
+        def score_mod(score, b, h, q_idx, k_idx):
+            return 2 * jnp.tanh(score / 2) * slopes[h] - b * jnp.abs(q_idx - k_idx) ** 0.5
 
-    def loss(query, key, value, **sharded):
         mask = {"mask_mod": lambda b, h, q_idx, k_idx: (k_idx <= q_idx + 4 * h) & (k_idx < lengths[b] - q_idx % 2)}
         return (flash_attention(query, key, value, score_mod=score_mod, **mask, **sharded) ** 2).sum()
 
     sharded = {"platform": "triton", "mesh": mesh, "in_specs": (SPEC, SPEC, SPEC), "out_specs": SPEC}
-    want = jax.jit(jax.grad(functools.partial(loss, platform="xla"), (0, 1, 2)))(query, key, value)
-    got = jax.jit(jax.grad(functools.partial(loss, **sharded), (0, 1, 2)))(query, key, value)
+    want = jax.jit(jax.grad(functools.partial(loss, platform="xla"), (0, 1, 2, 3)))(query, key, value, slopes)
+    got = jax.jit(jax.grad(functools.partial(loss, **sharded), (0, 1, 2, 3)))(query, key, value, slopes)
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-4), got, want)
 
 
