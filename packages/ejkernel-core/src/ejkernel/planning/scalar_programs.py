@@ -249,7 +249,7 @@ class _Builder:
         """Returns the arrays that the program loads elements of."""
         known = dict(zip(self._captured, captured, strict=True))
         for eqn in self._outer_steps:
-            inputs = [x.val if _is_literal(x) else _in_dtype(known[x], x) for x in eqn.invars]
+            inputs = [x.val if _is_literal(x) else jnp.asarray(known[x]).astype(x.aval.dtype) for x in eqn.invars]
             results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
             known.update(zip(eqn.outvars, results if eqn.primitive.multiple_results else [results], strict=True))
         return [known[x] for x in self.arrays]
@@ -396,8 +396,3 @@ def _is_literal(x: Any) -> bool:
     from jax.extend.core import Literal
 
     return isinstance(x, Literal)
-
-
-def _in_dtype(x: Any, variable: Any) -> Any:
-    """Returns an array in the dtype that the program was traced with."""
-    return jnp.asarray(x).astype(variable.aval.dtype)

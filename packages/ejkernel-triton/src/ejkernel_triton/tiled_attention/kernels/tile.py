@@ -248,7 +248,7 @@ def modify_scores(scores, queries, keys, bias, spec: tl.constexpr):
             k, _, _, _, _ = keys
             words, batch, head, first_query, first_key = bias
             scores, slope = spec.SCORE_MOD(scores, batch, head, q + first_query, k + first_key, words, spec.FAST_TANH)
-            # Of an element that `score_mod` reads, the soft cap is no part.
+            # The soft cap comes before `score_mod`: the derivative by an element that it reads has no part of it.
             cap_slope = slope if spec.DIFFERENTIATES_LOAD else cap_slope * slope
         if spec.SCORE_ROUNDING_DTYPE == "bfloat16":
             scores = round_bfloat16(scores)
