@@ -12,7 +12,7 @@ FLASH = ("flash_attention",)
 SPARSE = ("blocksparse_attention",)
 OTHERS = ("scaled_dot_product_attention", "flash_mla", "mla_decode")
 MASKS = "(causal or window or segments or pack or padded or positions or mask)"
-# What the kernels do not have: the slopes of ALiBi and T5's bias of distances. Functions have a case and a process below.
+# What the kernels do not have: the slopes of ALiBi and T5's bias of distances. Functions have a selection below.
 REFUSED = "(slopes or distances or function)"
 FUNCTIONS = "(test_value and function and lse and not test_shapes and not test_residuals and not test_eager)"
 # Cases in bfloat16 that join features are there for kernels in 16 bits alone. These have each feature in float32, too.
