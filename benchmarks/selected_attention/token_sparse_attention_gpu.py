@@ -2,7 +2,7 @@
 
     python benchmarks/selected_attention/token_sparse_attention_gpu.py          # 4096 queries of 32768 and 131072 keys
     python benchmarks/selected_attention/token_sparse_attention_gpu.py --quick  # of 32768 keys
-    python benchmarks/selected_attention/token_sparse_attention_gpu.py --decode # 64 queries of 128 and of 16 heads
+    python benchmarks/selected_attention/token_sparse_attention_gpu.py --latent # the latent form forward, and decoding
 
 The queries are the newest tokens of a context, as in chunked prefill. Each draws 2048 keys at random from those that
 are not after it, and lists them once: 1981 on average of 32768 keys. Two layers: DeepSeek-V3.2's latent form, 128 heads
@@ -187,10 +187,27 @@ def decode_rows(rounds: int) -> Iterator[list[str]]:
             yield [str(heads), side, f"{took * 1e3:.4f}", f"{bytes_read / took / 1e9:.0f} GB/s", products]
 
 
+def latent_rows(num_keys: int, rounds: int) -> Iterator[list[str]]:
+    """Yields the lines of the table of the latent form's forward pass with a number of keys, all sides in turns."""
+    layer = LAYERS[0]
+    arrays, _ = layer.make_arrays(QUERIES, num_keys)
+    contenders: dict[str, Callable[[], Any]] = {}
+    for platform in ("cuda", "triton"):
+        call = functools.partial(token_sparse_attention, platform=platform, **layer.options())
+        contenders[platform] = functools.partial(jax.jit(call), **arrays)
+    for side, seconds in shared.turns.time_in_turns(contenders, rounds).items():
+        rate = layer.operations(arrays["indices"]) / seconds / 1e12
+        yield [layer.name, str(num_keys), side, f"{seconds * 1e3:.2f}", f"{rate:.0f} TFLOP/s"]
+
+
 def main() -> None:
     """Prints the table."""
-    chosen = shared.report.parse_options(__doc__, {"--quick": "32768 keys, few rounds", "--decode": "decoding alone"})
-    if chosen.decode:
+    chosen = shared.report.parse_options(
+        __doc__, {"--quick": "32768 keys, few rounds", "--latent": "the latent form forward, and decoding"}
+    )
+    if chosen.latent:
+        shared.report.print_rows_as_measured(COLUMNS[:5], (x for n in (32768, 131072) for x in latent_rows(n, 5)))
+        print()
         shared.report.print_rows_as_measured(DECODE_COLUMNS, decode_rows(7))
         return
     for layer in LAYERS:
