@@ -81,13 +81,13 @@ def make(
     return LinearRecurrence(query=query, key=key, value=value, softmax_scale=0.1, **fields)
 
 
-def call(function, record, *arrays, slices=1):
+def call(function, record, *arrays, slices=1, segments=1):
     """Calls a kernel with arrays, or None for those that are absent, and the sizes of a record."""
     arrays = [None if x is None else np.array(x) if isinstance(x, jax.Array) else x for x in arrays]
     pointers = (ctypes.c_void_p * len(arrays))(*(None if x is None else x.ctypes.data for x in arrays))
     fields = (record.query, record.key, record.value)
     sizes = (*record.query.shape[:2], num_state_heads(record), *(x.shape[2] for x in fields), record.value.shape[3])
-    sizes += (slices,)
+    sizes += (slices, segments)
     assert function(pointers, (ctypes.c_int * len(sizes))(*sizes), record.softmax_scale) is None
 
 
@@ -112,7 +112,7 @@ def prepare(host, record):
     return results
 
 
-def run(host, record, stored=(None, None)):
+def run(host, record, stored=(None, None), segments=1):
     """Output and final states of a record; writes and states go to `stored`."""
     (batch, tokens), heads, values = record.query.shape[:2], num_state_heads(record), record.value.shape[3]
     output, final = bfloat16(batch, tokens, heads, values), float32(batch, heads, 128, values)
@@ -121,16 +121,16 @@ def run(host, record, stored=(None, None)):
         call(host.channel_scan, record, *operands, output, final, *stored)
     else:
         operands = (record.query, record.key, record.value, record.decay, record.beta, record.initial_state)
-        call(host.delta_rule, record, *operands, output, final, *stored, record.dt, record.skip)
+        call(host.delta_rule, record, *operands, output, final, *stored, record.dt, record.skip, segments=segments)
     return as_float64(output), final
 
 
-def run_gradients(host, record, cotangent, final_cotangent, slices):
+def run_gradients(host, record, cotangent, final_cotangent, slices=1, segments=1):
     """The gradients of a record's fields."""
     (batch, tokens), heads, values = record.query.shape[:2], num_state_heads(record), record.value.shape[3]
     states_shape, has_delta = (batch, heads, -(-tokens // 64), values, 128), record.beta is not None
     writes, states = bfloat16(batch, tokens, heads, values) if has_delta else None, bfloat16(*states_shape)
-    run(host, record, (writes, states))
+    run(host, record, (writes, states), segments)
     dwrites, dstates, dinitial = bfloat16(*cotangent.shape), bfloat16(*states_shape), float32(batch, heads, 128, values)
     operands = (record.query, record.key, cotangent, record.decay, record.beta, final_cotangent)
     # The gradient of the output, which is in the place of the values, has as many heads as the call.
@@ -140,7 +140,8 @@ def run_gradients(host, record, cotangent, final_cotangent, slices):
         operands = (*prepare(host, record), cotangent, record.beta, final_cotangent)
         call(host.channel_scan_reverse, reverse_record, *operands, dwrites, dstates, dinitial)
     else:
-        call(host.delta_rule_reverse, reverse_record, *operands, dwrites, dstates, dinitial, record.dt, record.skip)
+        results = (dwrites, dstates, dinitial, record.dt, record.skip)
+        call(host.delta_rule_reverse, reverse_record, *operands, *results, segments=segments)
     if shares_queries_and_keys(record) and not per_channel:
         gradients = run_group_gradients(host, record, cotangent, states, dstates, slices)
         return gradients | {"value": as_float64(dwrites), "initial_state": dinitial}
@@ -200,11 +201,17 @@ def error(got, want):
         ("strong", 200, {"channels": 128, "state": True}),
         ("-inf", 65, {"channels": 128, "heads": 2, "query_heads": 1, "key_heads": 1, "values": 128}),
         ("-inf", 200, {"channels": 128, "state": True, "delta": False}),
+        ("strong", 450, {"state": True, "segments": 2}),
+        ("mild", 200, {"state": True, "segments": 2}),
+        ("strong", 450, {"state": True, "delta": False, "segments": 3}),
+        ("none", 200, {"state": True, "delta": False, "segments": 2}),
     ],
 )
 def test_outputs_and_states_match_the_reference(host, gates, tokens, options):
+    options = dict(options)
+    segments = options.pop("segments", 1)
     record = make(gates, tokens, **options)
-    output, state = run(host, record)
+    output, state = run(host, record, segments=segments)
     want_output, want_state = reference(record)[0]
     assert error(output, want_output) < 8e-3
     assert error(state, want_state) < 8e-3
@@ -225,11 +232,14 @@ def test_outputs_and_states_match_the_reference(host, gates, tokens, options):
         ("strong", 130, {"channels": 128, "state": True, "values": 128}),
         ("-inf", 65, {"channels": 128, "heads": 2, "key_heads": 1}),
         ("mild", 130, {"channels": 128, "state": True, "delta": False}),
+        ("strong", 450, {"state": True, "segments": 2}),
+        ("-inf", 450, {"state": True, "delta": False, "segments": 3}),
+        ("mild", 200, {"state": True, "delta": False, "segments": 2}),
     ],
 )
 def test_gradients_match_the_reference(host, gates, tokens, options):
     options = dict(options)
-    slices = options.pop("slices", 1)
+    slices, segments = options.pop("slices", 1), options.pop("segments", 1)
     record = make(gates, tokens, **options)
     output, final = jax.eval_shape(lambda r: reference(r)[0], record)
     cotangents = [jax.random.normal(jax.random.key(n), x.shape) for n, x in enumerate((output, final))]
@@ -241,7 +251,7 @@ def test_gradients_match_the_reference(host, gates, tokens, options):
 
     fields = {name: getattr(record, name).astype(jnp.float32) for name in names}
     [want] = jax.vjp(outputs, fields)[1]((cotangents[0].astype(jnp.float32), cotangents[1]))
-    gradients = run_gradients(host, record, *cotangents, slices)
+    gradients = run_gradients(host, record, *cotangents, slices, segments)
     errors = {name: error(gradients[name], want[name]) for name in names}
     assert max(errors.values()) < 1.5e-2, errors
 

@@ -7,13 +7,14 @@
 #include "delta_rule/chunked.cuh"
 #include "delta_rule/group_gradients.cuh"
 #include "delta_rule/reverse.cuh"
+#include "delta_rule/segment_states.cuh"
 #include "delta_rule/token_gradients.cuh"
 
 namespace ejkernel::delta_rule {
 namespace {
 
 struct Sizes {
-  int batch, tokens, heads, query_heads, key_heads, value_heads, values;
+  int batch, tokens, heads, query_heads, key_heads, value_heads, values, slices, segments;
   int chunks() const { return (tokens + kChunkTokens - 1) / kChunkTokens; }
 };
 
@@ -29,6 +30,7 @@ DeltaCall begin(const Sizes& n, void** a, float scale) {
   DeltaCall call{};
   call.tokens = n.tokens, call.heads = n.heads, call.query_heads = n.query_heads, call.key_heads = n.key_heads;
   call.value_heads = n.value_heads, call.value_dim = n.values, call.chunks = n.chunks(), call.scale = scale;
+  call.segments = n.segments, call.keys = static_cast<const __nv_bfloat16*>(a[1]);
   call.gates = static_cast<const float*>(a[3]), call.beta = static_cast<const float*>(a[4]);
   call.initial_states = static_cast<const float*>(a[5]);
   return call;
@@ -53,10 +55,32 @@ auto with_constant(Condition condition, Use use) {
 
 template <typename L, typename Kernel>
 const char* run(const Sizes& n, Kernel kernel) {
-  for (int block = 0; block < n.batch * n.heads * (n.values / kBlockValues); ++block) {
+  for (int block = 0; block < n.batch * n.heads * n.segments * (n.values / kBlockValues); ++block) {
     device::run_cluster(block, 1, L::kSharedMemoryBytes, kernel, kThreads);
   }
   return device::complaint;
+}
+
+// Makes the states before segments, as the handlers do.
+template <bool Reverse>
+void run_segments(const Sizes& n, DeltaCall* call, const Maps& maps, bool has_delta) {
+  if (has_delta || n.segments == 1) return;
+  static std::vector<float> part_states, part_decays, states;
+  const int segments = n.batch * n.heads * (n.segments - 1), state_size = kKeyDim * n.values;
+  part_states.assign(size_t(segments) * kSegmentParts * state_size, NAN);
+  part_decays.assign(segments * (kSegmentParts + 1), NAN), states.assign(size_t(segments) * state_size, NAN);
+  SegmentCall segment_call;
+  static_cast<DeltaCall&>(segment_call) = *call;
+  segment_call.part_states = part_states.data(), segment_call.part_decays = part_decays.data();
+  segment_call.folded = states.data();
+  for (int block = 0; block < segments * kSegmentParts * (n.values / kBlockValues); ++block) {
+    device::run_cluster(block, 1, SegmentLayout::kSharedMemoryBytes,
+                        [&] { segment_states_kernel<Reverse>(segment_call, maps); }, kSegmentThreads);
+  }
+  for (int block = 0; block < n.batch * n.heads * state_size / 4 / kFoldThreads; ++block) {
+    device::run_cluster(block, 1, 0, [&] { fold_segments_kernel(segment_call); }, kFoldThreads);
+  }
+  call->segment_states = states.data();
 }
 
 }  // namespace
@@ -74,6 +98,7 @@ extern "C" const char* delta_rule(void** a, const int* sizes, float scale) {
   describe_inputs(&maps, n, a);
   describe(&maps.output, a[6], n.batch, n.tokens, n.heads * n.values, 32);
   if (a[9]) describe_stored(&maps, n, a[8] ? a[8] : a[6], a[9]);
+  run_segments<false>(n, &call, maps, has_delta);
   return with_constant(a[9], [&](auto stores) {
     return with_constant(has_delta, [&](auto delta) {
       return run<ForwardLayout<stores, delta>>(n, [&] { delta_kernel<stores, delta>(call, maps); });
@@ -91,6 +116,7 @@ extern "C" const char* delta_rule_reverse(void** a, const int* sizes, float scal
   describe_stored(&maps, n, a[6], a[7]);
   const bool has_delta = call.beta;
   if (!has_delta) call.beta = static_cast<const float*>(a[9]), call.skip = static_cast<const float*>(a[10]);
+  run_segments<true>(n, &call, maps, has_delta);
   return with_constant(has_delta, [&](auto delta) {
     return run<ReverseLayout<delta>>(n, [&] { delta_reverse_kernel<delta>(call, maps); });
   });
@@ -132,7 +158,7 @@ ChannelCall begin_channels(const Sizes& n, void** a, float scale, ChannelMaps* m
   const int keys = n.heads * kKeyDim, chunks = n.batch * n.heads * n.chunks();
   ChannelCall call{};
   call.tokens = n.tokens, call.heads = call.query_heads = call.key_heads = n.heads, call.value_heads = n.value_heads;
-  call.value_dim = n.values, call.chunks = n.chunks(), call.scale = scale;
+  call.value_dim = n.values, call.chunks = n.chunks(), call.segments = 1, call.scale = scale;
   call.decay = static_cast<const float*>(a[5]), call.beta = static_cast<const float*>(a[7]);
   call.initial_states = static_cast<const float*>(a[8]);
   describe(&maps->query, a[0], n.batch, n.tokens, keys, 128);
@@ -220,7 +246,6 @@ extern "C" const char* delta_rule_token_gradients(void** a, const int* sizes, fl
   return device::complaint;
 }
 
-// The number of slices of a group's heads follows the sizes.
 extern "C" const char* delta_rule_group_gradients(void** a, const int* sizes, float scale) {
   using namespace ejkernel::delta_rule;
   const Sizes& n = *reinterpret_cast<const Sizes*>(sizes);
@@ -230,7 +255,7 @@ extern "C" const char* delta_rule_group_gradients(void** a, const int* sizes, fl
   GroupGradientMaps maps;
   const int states = n.batch * n.heads * n.chunks();
   call.tokens = n.tokens, call.chunks = n.chunks(), call.heads = n.heads, call.scale = scale;
-  call.groups = n.query_heads, call.slices = sizes[7], call.value_heads = n.value_heads;
+  call.groups = n.query_heads, call.slices = n.slices, call.value_heads = n.value_heads;
   call.gates = static_cast<const float*>(a[6]), call.factors = static_cast<const float*>(a[7]);
   call.dgates = static_cast<float*>(a[10]), call.dfactors = static_cast<float*>(a[11]);
   call.dskip = static_cast<float*>(a[12]);

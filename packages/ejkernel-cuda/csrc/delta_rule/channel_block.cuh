@@ -28,7 +28,8 @@ struct ChannelLayout {
   static constexpr int kDecayOffset = kWritesOffset + (StoresStates && Delta ? 4 * kOutputBytes : 0);
   static constexpr int kBetasOffset = kDecayOffset + kStages * kKeyDim * 4;
   static constexpr int kBarriersOffset = kBetasOffset + (Delta ? kStages * kChunkTokens * 4 : 0);
-  static constexpr int kSharedMemoryBytes = kBarriersOffset + 16 * kStages;
+  static constexpr int kWorkOffset = kBarriersOffset + 16 * kStages;
+  static constexpr int kSharedMemoryBytes = kWorkOffset + sizeof(Work);
   static_assert(kSharedMemoryBytes <= 227 * 1024, "more shared memory than a block can have");
 };
 
@@ -37,7 +38,9 @@ struct Block<ChannelLayout<StoresStates, Delta>> {
   using L = ChannelLayout<StoresStates, Delta>;
   uint32_t shared;
   char* memory;
-  int head, row, first_value, thread;
+  int thread;
+
+  __device__ __forceinline__ Work& work() const { return *reinterpret_cast<Work*>(memory + L::kWorkOffset); }
 
   __device__ __forceinline__ uint32_t stage(int s) const { return shared + s * L::kStageBytes; }
   __device__ __forceinline__ float* decay(int s) const {
@@ -56,19 +59,19 @@ template <typename L>
 __device__ __forceinline__ void load_stage(const Block<L>& block, const ChannelCall& call, const ChannelMaps& maps,
                                            int stage, int chunk) {
   const uint32_t to = block.stage(stage), barrier = block.loaded_barrier(stage);
-  const int key = block.head * kKeyDim, token = chunk * kChunkTokens;
-  const int value = block.head / (call.heads / call.value_heads) * call.value_dim + block.first_value;
-  const int index = (block.row * call.heads + block.head) * call.chunks + chunk;
+  const int key = block.work().head * kKeyDim, token = chunk * kChunkTokens;
+  const int value = block.work().head / (call.heads / call.value_heads) * call.value_dim + block.work().first_value;
+  const int index = (block.work().row * call.heads + block.work().head) * call.chunks + chunk;
   arrive_and_expect(barrier, L::kStageBytes + kKeyDim * 4);
   copy_bulk(shared_address(block.decay(stage)), call.decay + int64_t(index) * kKeyDim, kKeyDim * 4, barrier);
   for (int i = 0; i < 2; ++i) {
     if constexpr (L::kDelta) {
-      copy_tile(to + kDecayedKeyOffset + i * kTileBytes, &maps.decayed_key, key + i * 64, token, block.row, barrier);
+      copy_tile(to + kDecayedKeyOffset + i * kTileBytes, &maps.decayed_key, key + i * 64, token, block.work().row, barrier);
     }
-    copy_tile(to + i * kTileBytes, &maps.query, key + i * 64, token, block.row, barrier);
-    copy_tile(to + kKeyOffset + i * kTileBytes, &maps.key, key + i * 64, token, block.row, barrier);
+    copy_tile(to + i * kTileBytes, &maps.query, key + i * 64, token, block.work().row, barrier);
+    copy_tile(to + kKeyOffset + i * kTileBytes, &maps.key, key + i * 64, token, block.work().row, barrier);
   }
-  copy_tile(to + kValueOffset, &maps.value, value, token, block.row, barrier);
+  copy_tile(to + kValueOffset, &maps.value, value, token, block.work().row, barrier);
   if constexpr (L::kDelta) copy_tile(to + kInverseOffset, &maps.inverse, 0, 0, index, barrier);
   copy_tile(to + kScoresOffset, &maps.scores, 0, 0, index, barrier);
 }
@@ -78,7 +81,7 @@ template <bool Reverse, typename L>
 __device__ __forceinline__ void load_channel_stages(const Block<L>& block, const ChannelCall& call,
                                                     const ChannelMaps& maps) {
   const int lane = block.thread % 32;
-  const int64_t base = int64_t(block.row) * call.tokens * call.heads + block.head;
+  const int64_t base = int64_t(block.work().row) * call.tokens * call.heads + block.work().head;
   Ring<L::kStages> ring;
   for (int step = 0; step < call.chunks; ++step) {
     const int chunk = chunk_of_step<Reverse>(call, step);
@@ -103,9 +106,9 @@ __device__ __forceinline__ void load_channel_stages(const Block<L>& block, const
 
 // ---- state ----
 
-template <typename L>
-struct ChannelScanState : ScanState<L> {
-  using Base = ScanState<L>;
+template <typename L, bool Reverse>
+struct ChannelScanState : ScanState<L, Reverse> {
+  using Base = ScanState<L, Reverse>;
   using Base::block, Base::warp, Base::lane, Base::t, Base::state;
 
   __device__ __forceinline__ ChannelScanState(const Block<L>& b, const DeltaCall& c, const Maps& m) : Base(b, c, m) {}
@@ -141,10 +144,11 @@ struct ChannelScanState : ScanState<L> {
 // Runs the roles of a block; `State` has the state's.
 template <typename L, bool Reverse, typename State>
 __device__ __forceinline__ void run_channel_block(const ChannelCall& call, const ChannelMaps& maps, char* memory) {
-  const int value_blocks = call.value_dim / kBlockValues, row_and_head = blockIdx.x / value_blocks;
-  const Block<L> block{shared_address(memory), memory, row_and_head % call.heads, row_and_head / call.heads,
-                       int(blockIdx.x % value_blocks) * kBlockValues, int(threadIdx.x)};
+  const int value_blocks = call.value_dim / kBlockValues, first_value = int(blockIdx.x) % value_blocks * kBlockValues;
+  const int row_and_head = int(blockIdx.x) / value_blocks;
+  const Block<L> block{shared_address(memory), memory, int(threadIdx.x)};
   if (threadIdx.x == 0) {
+    block.work() = {{0, 0, call.chunks}, row_and_head % call.heads, row_and_head / call.heads, first_value};
     for (int i = 0; i < L::kStages; ++i) {
       start_barrier(block.loaded_barrier(i), L::kDelta ? 2 : 1), start_barrier(block.free_barrier(i), 4);
     }

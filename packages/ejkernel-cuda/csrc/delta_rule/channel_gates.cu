@@ -85,6 +85,7 @@ bool describe_call(ChannelCall* call, const Inputs& in, F32& final, float scale)
     return false;
   }
   call->tokens = int(tokens), call->chunks = int(chunks), call->heads = int(heads), call->value_dim = int(values);
+  call->segments = 1;
   call->query_heads = call->key_heads = int(heads), call->value_heads = int(v[2]), call->scale = scale;
   call->decay = in.decay.typed_data(), call->beta = data_or_null(in.beta);
   call->initial_states = data_or_null(in.initial), call->final_states = final.typed_data();

@@ -9,8 +9,8 @@
 namespace ejkernel::delta_rule {
 
 template <typename L>
-struct ChannelReverseState : ChannelScanState<L> {
-  using Base = ChannelScanState<L>;
+struct ChannelReverseState : ChannelScanState<L, true> {
+  using Base = ChannelScanState<L, true>;
   using Base::block, Base::call, Base::maps, Base::warp, Base::lane, Base::t, Base::state;
 
   __device__ __forceinline__ ChannelReverseState(const Block<L>& b, const DeltaCall& c, const Maps& m)

@@ -9,8 +9,8 @@
 namespace ejkernel::delta_rule {
 
 template <typename L>
-struct ChannelState : ChannelScanState<L> {
-  using Base = ChannelScanState<L>;
+struct ChannelState : ChannelScanState<L, false> {
+  using Base = ChannelScanState<L, false>;
   using Base::block, Base::call, Base::maps, Base::warp, Base::lane, Base::t, Base::state;
   float output[8][4];
 

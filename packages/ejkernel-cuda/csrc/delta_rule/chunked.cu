@@ -3,6 +3,7 @@
 #include "delta_rule/chunked.cuh"
 #include "delta_rule/handler.cuh"
 #include "delta_rule/reverse.cuh"
+#include "delta_rule/segment_states.cuh"
 
 namespace ejkernel::delta_rule {
 namespace {
@@ -12,7 +13,7 @@ ffi::Error launch(cudaStream_t stream, Kernel kernel, const DeltaCall& call, con
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, L::kSharedMemoryBytes);
   if (error != cudaSuccess) return kErrors.internal("shared memory", cudaGetErrorString(error));
-  const int64_t blocks = batch * call.heads * (call.value_dim / kBlockValues);
+  const int64_t blocks = batch * call.heads * call.segments * (call.value_dim / kBlockValues);
   kernel<<<int(blocks), kThreads, L::kSharedMemoryBytes, stream>>>(call, maps);
   return kErrors.check("launch", cudaGetLastError());
 }
@@ -24,7 +25,7 @@ struct Inputs {
 };
 
 // Describes a scan. Returns false if the shapes do not belong together.
-bool describe_call(DeltaCall* call, const Inputs& in, F32& final, float scale) {
+bool describe_call(DeltaCall* call, const Inputs& in, F32& final, float scale, int segments) {
   const auto q = in.query.dimensions(), k = in.key.dimensions(), v = in.value.dimensions(), f = final.dimensions();
   if (q.size() != 4 || k.size() != 4 || v.size() != 4 || f.size() != 4) return false;
   const int64_t batch = q[0], tokens = q[1], heads = f[1], values = v[3], head_tokens = batch * tokens * heads;
@@ -35,12 +36,14 @@ bool describe_call(DeltaCall* call, const Inputs& in, F32& final, float scale) {
       (in.gates.element_count() != 0 && count(in.gates) != head_tokens) ||
       (in.beta.element_count() != 0 && count(in.beta) != head_tokens) ||
       (in.initial.element_count() != 0 && count(in.initial) != count(final)) ||
-      count(final) != batch * heads * kKeyDim * values) {
+      count(final) != batch * heads * kKeyDim * values || segments < 1) {
     return false;
   }
   call->tokens = int(tokens), call->heads = int(heads), call->value_dim = int(values);
   call->query_heads = int(q[2]), call->key_heads = int(k[2]), call->value_heads = int(v[2]);
-  call->chunks = (call->tokens + kChunkTokens - 1) / kChunkTokens;
+  call->chunks = (call->tokens + kChunkTokens - 1) / kChunkTokens, call->segments = segments;
+  if ((segments - 1) * call->segment_steps() >= call->chunks) return false;  // a segment without chunks
+  call->keys = static_cast<const __nv_bfloat16*>(in.key.untyped_data());
   call->gates = data_or_null(in.gates), call->beta = data_or_null(in.beta);
   call->initial_states = data_or_null(in.initial);
   call->final_states = final.typed_data(), call->scale = scale;
@@ -82,6 +85,39 @@ bool has_factors_and_skip_shapes(const DeltaCall& call, const F32& factors, cons
          (skip.element_count() == 0 || (!has_delta && count(skip) == call.heads));
 }
 
+// The results with which the states before segments are made: empty with the delta rule, or for one segment.
+struct SegmentResults {
+  F32 &part_states, &part_decays, &states;
+};
+
+// Launches the kernels that make the states before segments, where there are any.
+template <bool Reverse>
+ffi::Error launch_segments(cudaStream_t stream, DeltaCall* call, const Maps& maps, int64_t batch,
+                           const SegmentResults& results, bool has_delta) {
+  const int64_t segments = has_delta ? 0 : batch * call->heads * (call->segments - 1);
+  const int64_t state_size = int64_t(kKeyDim) * call->value_dim;
+  if (count(results.states) != segments * state_size ||
+      count(results.part_states) != segments * kSegmentParts * state_size ||
+      count(results.part_decays) != segments * (kSegmentParts + 1)) {
+    return kErrors.invalid_shapes();
+  }
+  if (segments == 0) return ffi::Error::Success();
+  SegmentCall segment_call;
+  static_cast<DeltaCall&>(segment_call) = *call;
+  segment_call.part_states = results.part_states.typed_data(), segment_call.folded = results.states.typed_data();
+  segment_call.part_decays = results.part_decays.typed_data();
+  constexpr int kBytes = SegmentLayout::kSharedMemoryBytes;
+  const cudaError_t error =
+      cudaFuncSetAttribute(segment_states_kernel<Reverse>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (error != cudaSuccess) return kErrors.internal("shared memory", cudaGetErrorString(error));
+  const int64_t blocks = segments * kSegmentParts * (call->value_dim / kBlockValues);
+  segment_states_kernel<Reverse><<<int(blocks), kSegmentThreads, kBytes, stream>>>(segment_call, maps);
+  const int64_t threads = batch * call->heads * state_size / 4;
+  fold_segments_kernel<<<int(threads / kFoldThreads), kFoldThreads, 0, stream>>>(segment_call);
+  call->segment_states = segment_call.folded;
+  return kErrors.check("launch", cudaGetLastError());
+}
+
 template <bool StoresStates>
 ffi::Error launch_forward(cudaStream_t stream, const DeltaCall& call, const Maps& maps, int64_t batch, bool has_delta) {
   return has_delta ? launch<ForwardLayout<StoresStates, true>>(stream, delta_kernel<StoresStates, true>, call, maps, batch)
@@ -91,11 +127,12 @@ ffi::Error launch_forward(cudaStream_t stream, const DeltaCall& call, const Maps
 
 ffi::Error delta_rule(cudaStream_t stream, Bf16 query, Bf16 key, Bf16 value, F32 gates, F32 beta, F32 initial,
                       F32 factors, F32 skip, ffi::Result<Bf16> output, ffi::Result<F32> final, ffi::Result<Bf16> writes,
-                      ffi::Result<Bf16> states, float scale) {
+                      ffi::Result<Bf16> states, ffi::Result<F32> part_states, ffi::Result<F32> part_decays,
+                      ffi::Result<F32> segment_states, float scale, int segments) {
   if (output->element_count() == 0) return ffi::Error::Success();
   const Inputs in{query, key, value, gates, beta, initial};
   DeltaCall call{};
-  if (!describe_call(&call, in, *final, scale)) return kErrors.invalid_shapes();
+  if (!describe_call(&call, in, *final, scale, segments)) return kErrors.invalid_shapes();
   const int64_t batch = query.dimensions()[0];
   const bool stores = states->element_count() != 0, has_delta = call.beta != nullptr;
   if (count(*output) != output_size(call, in) ||
@@ -108,6 +145,9 @@ ffi::Error delta_rule(cudaStream_t stream, Bf16 query, Bf16 key, Bf16 value, F32
   const char* message = encode_maps(&maps, call, in, &*output, stores && has_delta ? &*writes : nullptr,
                                     stores ? &*states : nullptr);
   if (message) return kErrors.internal("tensor map", message);
+  const ffi::Error error = launch_segments<false>(stream, &call, maps, batch,
+                                                  {*part_states, *part_decays, *segment_states}, has_delta);
+  if (error.failure()) return error;
   return stores ? launch_forward<true>(stream, call, maps, batch, has_delta)
                 : launch_forward<false>(stream, call, maps, batch, has_delta);
 }
@@ -115,11 +155,13 @@ ffi::Error delta_rule(cudaStream_t stream, Bf16 query, Bf16 key, Bf16 value, F32
 // The reverse scan: the output's gradient has the place of the values, and the final states' that of the first ones.
 ffi::Error delta_rule_reverse(cudaStream_t stream, Bf16 query, Bf16 key, Bf16 cotangent, F32 gates, F32 beta,
                               F32 final_cotangent, F32 factors, F32 skip, ffi::Result<Bf16> dwrites,
-                              ffi::Result<Bf16> dstates, ffi::Result<F32> dinitial, float scale) {
+                              ffi::Result<Bf16> dstates, ffi::Result<F32> dinitial, ffi::Result<F32> part_states,
+                              ffi::Result<F32> part_decays, ffi::Result<F32> segment_states, float scale,
+                              int segments) {
   if (dwrites->element_count() == 0) return ffi::Error::Success();
   const Inputs in{query, key, cotangent, gates, beta, final_cotangent};
   DeltaCall call{};
-  if (!describe_call(&call, in, *dinitial, scale) || count(*dwrites) != output_size(call, in) ||
+  if (!describe_call(&call, in, *dinitial, scale, segments) || count(*dwrites) != output_size(call, in) ||
       count(*dstates) != count(*dinitial) * call.chunks ||
       !has_factors_and_skip_shapes(call, factors, skip, *dwrites)) {
     return kErrors.invalid_shapes();
@@ -130,13 +172,16 @@ ffi::Error delta_rule_reverse(cudaStream_t stream, Bf16 query, Bf16 key, Bf16 co
   const char* message = encode_maps(&maps, call, in, nullptr, &*dwrites, &*dstates);
   if (message) return kErrors.internal("tensor map", message);
   const int64_t batch = query.dimensions()[0];
+  const ffi::Error error = launch_segments<true>(stream, &call, maps, batch,
+                                                 {*part_states, *part_decays, *segment_states}, has_delta);
+  if (error.failure()) return error;
   return has_delta ? launch<ReverseLayout<true>>(stream, delta_reverse_kernel<true>, call, maps, batch)
                    : launch<ReverseLayout<false>>(stream, delta_reverse_kernel<false>, call, maps, batch);
 }
 
 }  // namespace
 
-EJKERNEL_FFI_HANDLER(ejkernel_delta_rule, delta_rule, "scale");
-EJKERNEL_FFI_HANDLER(ejkernel_delta_rule_reverse, delta_rule_reverse, "scale");
+EJKERNEL_FFI_HANDLER(ejkernel_delta_rule, delta_rule, "scale", "segments");
+EJKERNEL_FFI_HANDLER(ejkernel_delta_rule_reverse, delta_rule_reverse, "scale", "segments");
 
 }  // namespace ejkernel::delta_rule

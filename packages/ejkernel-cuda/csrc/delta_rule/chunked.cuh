@@ -12,8 +12,8 @@ template <bool StoresStates, bool Delta>
 using ForwardLayout = Layout<StoresStates ? 3 : 4, StoresStates, Delta>;
 
 template <typename L>
-struct State : ScanState<L> {
-  using Base = ScanState<L>;
+struct State : ScanState<L, false> {
+  using Base = ScanState<L, false>;
   using Base::block, Base::call, Base::maps, Base::warp, Base::lane, Base::t, Base::state;
   float output[8][4];
 
@@ -25,7 +25,7 @@ struct State : ScanState<L> {
     for (int i = 0; i < 32; ++i) output[i / 4][i % 4] = 0.0f;
     Ring<L::kStages> stage;
     Ring<kPairSlots> slot;
-    for (int chunk = 0; chunk < call.chunks; ++chunk) {
+    for (int chunk = block.work().first; chunk < block.work().end; ++chunk) {
       wait_for_phase(block.stage_full_barrier(stage.index), stage.phase);
       if constexpr (L::kDelta) {
         step(chunk, stage.index, slot);
@@ -36,7 +36,7 @@ struct State : ScanState<L> {
     }
     if constexpr (L::kDelta) {
       this->wait_for_buffers();
-      store_output(call.chunks - 1);
+      store_output(block.work().end - 1);
     }
     if (lane == 0) wait_for_stores();
     this->store_final_state();
@@ -56,8 +56,8 @@ struct State : ScanState<L> {
     }
     commit_products();
     wait_for_products<1>(output);  // complete before; without this line ptxas waits for all products here
-    if (chunk > 0 || L::kStoresStates) this->wait_for_buffers();
-    if (chunk > 0) store_output(chunk - 1);
+    this->wait_for_buffers();
+    store_output(chunk - 1);  // of a chunk before the segment's: nothing
     if constexpr (L::kStoresStates) this->store_packed_state(left, chunk);
     fence_products();
 #pragma unroll
@@ -132,7 +132,7 @@ struct State : ScanState<L> {
     const uint32_t tiles = block.stage(stage);
     const uint64_t q = swizzled_operand(tiles);
     const float* const gates = block.gates(stage) + t * 2;
-    const float skip = call.skip == nullptr ? 0.0f : __ldg(call.skip + block.head);
+    const float skip = call.skip == nullptr ? 0.0f : __ldg(call.skip + block.work().head);
     uint32_t left[8][4];
     this->pack_state(left);
     fence_products();

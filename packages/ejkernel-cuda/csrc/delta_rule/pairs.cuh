@@ -8,25 +8,13 @@
 //   state    one warpgroup, in which the state is transposed, [values, keys], as an accumulator in registers
 #pragma once
 
-#include "common/logarithms.cuh"
 #include "delta_rule/ptx.cuh"
+#include "delta_rule/segments.cuh"
 
 namespace ejkernel::delta_rule {
 
-constexpr int kChunkTokens = 64, kKeyDim = 128, kBlockValues = 64;
 constexpr int kPairSlots = 3, kPairWarpgroups = 2;
 constexpr int kThreads = 128 * (2 + kPairWarpgroups);
-constexpr float kMinLog2Gate = -150.0f;  // powers of two, in which exp2 is 0
-
-struct DeltaCall {
-  const float* gates;    // [B, T, H], log gates; null without gates
-  const float* beta;     // [B, T, H]; without the delta rule, factors on what tokens write, or null
-  const float* skip;     // [H], factors on what tokens' own values add to outputs; not with the delta rule; or null
-  const float* initial_states;  // [B, H, K, V]; null for zeros. Of the reverse scan, gradients of the final states
-  float* final_states;          // [B, H, K, V]
-  int tokens, chunks, heads, query_heads, key_heads, value_heads, value_dim;
-  float scale;
-};
 
 // A CUtensorMap.
 struct alignas(64) TensorMap {
@@ -60,7 +48,8 @@ struct Layout {
   static constexpr int kGatesOffset = kWritesOffset + (kStoresStates ? 4 * kOutputBytes : 0);
   static constexpr int kScratchOffset = kGatesOffset + kStages * kGateBytes;
   static constexpr int kBarriersOffset = kScratchOffset + 2 * kPairWarpgroups * kScratchBytes;
-  static constexpr int kSharedMemoryBytes = kBarriersOffset + 16 * kStages + 16 * kPairSlots;
+  static constexpr int kWorkOffset = kBarriersOffset + 16 * kStages + 16 * kPairSlots;
+  static constexpr int kSharedMemoryBytes = kWorkOffset + sizeof(Work);
   static_assert(kSharedMemoryBytes <= 227 * 1024, "more shared memory than a block can have");
 };
 
@@ -68,8 +57,9 @@ template <typename L>
 struct Block {
   uint32_t shared;
   char* memory;
-  int head, row, first_value, thread;
+  int thread;
 
+  __device__ __forceinline__ Work& work() const { return *reinterpret_cast<Work*>(memory + L::kWorkOffset); }
   __device__ __forceinline__ uint32_t stage(int s) const { return shared + s * kStageBytes; }
   __device__ __forceinline__ uint32_t slot(int s) const { return shared + L::kPairSlotsOffset + s * kPairSlotBytes; }
   __device__ __forceinline__ const float* gates(int s) const {
@@ -121,43 +111,31 @@ __device__ __forceinline__ void transpose_16(uint32_t (&b)[4], const uint32_t (&
 
 // ---- loads ----
 
-// The chunk of a scan's step.
-template <bool Reverse>
-__device__ __forceinline__ int chunk_of_step(const DeltaCall& call, int step) {
-  return Reverse ? call.chunks - 1 - step : step;
-}
-
 template <bool Reverse, typename L>
 __device__ __forceinline__ void load_tiles(const Block<L>& block, const DeltaCall& call, const Maps& maps) {
-  const int query = block.head / (call.heads / call.query_heads) * kKeyDim;
-  const int key = block.head / (call.heads / call.key_heads) * kKeyDim;
-  const int value = block.head / (call.heads / call.value_heads) * call.value_dim + block.first_value;
+  const int query = block.work().head / (call.heads / call.query_heads) * kKeyDim;
+  const int key = block.work().head / (call.heads / call.key_heads) * kKeyDim;
+  const int value = block.work().head / (call.heads / call.value_heads) * call.value_dim + block.work().first_value;
   Ring<L::kStages> ring;
-  for (int step = 0; step < call.chunks; ++step) {
+  for (int step = block.work().first; step < block.work().end; ++step) {
     const uint32_t to = block.stage(ring.index), barrier = block.stage_full_barrier(ring.index);
-    if (step >= L::kStages) wait_for_phase(block.stage_free_barrier(ring.index), ring.phase ^ 1);
+    if (step - block.work().first >= L::kStages) wait_for_phase(block.stage_free_barrier(ring.index), ring.phase ^ 1);
     arrive_and_expect(barrier, kStageBytes);
     const int token = chunk_of_step<Reverse>(call, step) * kChunkTokens;
-    copy_tile(to + kKeyOffset, &maps.key, key, token, block.row, barrier);
-    copy_tile(to + kKeyOffset + kTileBytes, &maps.key, key + 64, token, block.row, barrier);
-    copy_tile(to, &maps.query, query, token, block.row, barrier);
-    copy_tile(to + kTileBytes, &maps.query, query + 64, token, block.row, barrier);
-    copy_tile(to + kValueOffset, &maps.value, value, token, block.row, barrier);
+    copy_tile(to + kKeyOffset, &maps.key, key, token, block.work().row, barrier);
+    copy_tile(to + kKeyOffset + kTileBytes, &maps.key, key + 64, token, block.work().row, barrier);
+    copy_tile(to, &maps.query, query, token, block.work().row, barrier);
+    copy_tile(to + kTileBytes, &maps.query, query + 64, token, block.work().row, barrier);
+    copy_tile(to + kValueOffset, &maps.value, value, token, block.work().row, barrier);
     ring.next();
   }
-}
-
-// A log gate in powers of two, so that sums are finite. NaN stays NaN.
-__device__ __forceinline__ float clamped_log2_gate(float gate) {
-  const float log2 = gate * kLog2e;
-  return log2 < kMinLog2Gate ? kMinLog2Gate : log2;
 }
 
 // One warp; a lane has two tokens.
 template <bool Reverse, typename L>
 __device__ __forceinline__ void load_gates(const Block<L>& block, const DeltaCall& call) {
   const int lane = block.thread % 32;
-  const int64_t base = int64_t(block.row) * call.tokens * call.heads + block.head;
+  const int64_t base = int64_t(block.work().row) * call.tokens * call.heads + block.work().head;
   float gate[2], beta[2];
   const auto fetch = [&](int step) {
 #pragma unroll
@@ -169,12 +147,12 @@ __device__ __forceinline__ void load_gates(const Block<L>& block, const DeltaCal
       beta[i] = !valid ? 0.0f : L::kDelta || call.beta != nullptr ? __ldg(call.beta + at) : 1.0f;
     }
   };
-  fetch(0);
+  fetch(block.work().first);
   Ring<L::kStages> ring;
-  for (int step = 0; step < call.chunks; ++step) {
+  for (int step = block.work().first; step < block.work().end; ++step) {
     const float first = clamped_log2_gate(gate[0]), both = first + clamped_log2_gate(gate[1]);
     const float2 betas = {beta[0], beta[1]};
-    if (step + 1 < call.chunks) fetch(step + 1);
+    if (step + 1 < block.work().end) fetch(step + 1);
     float sum = both;
 #pragma unroll
     for (int lanes = 1; lanes < 32; lanes *= 2) {
@@ -184,7 +162,9 @@ __device__ __forceinline__ void load_gates(const Block<L>& block, const DeltaCal
     const float last = __shfl_sync(~0u, sum, 31);
     const float2 sums = {sum - both + first, sum};
     const float2 decay = {exp2_fast(sums.x), exp2_fast(sums.y)};
-    if (step >= L::kStages) wait_for_phase(block.stage_free_barrier(ring.index), ring.phase ^ 1);
+    if (step - block.work().first >= L::kStages) {
+      wait_for_phase(block.stage_free_barrier(ring.index), ring.phase ^ 1);
+    }
     float2* const stage_values =
         reinterpret_cast<float2*>(block.memory + L::kGatesOffset + ring.index * kGateBytes) + lane;
     stage_values[0] = sums;
@@ -226,7 +206,7 @@ struct Pairs {
     Ring<L::kStages> stage;
     Ring<kPairSlots> slot;
     for (int i = 0; i < group; ++i) stage.next(), slot.next();
-    for (int step = group; step < call.chunks; step += kPairWarpgroups) {
+    for (int step = group; step < block.work().end - block.work().first; step += kPairWarpgroups) {
       solve_chunk(step, stage, slot);
 #pragma unroll
       for (int i = 0; i < kPairWarpgroups; ++i) stage.next(), slot.next();

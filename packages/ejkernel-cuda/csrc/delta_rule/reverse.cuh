@@ -13,8 +13,8 @@ template <bool Delta>
 using ReverseLayout = Layout<3, true, Delta>;
 
 template <typename L>
-struct ReverseState : ScanState<L> {
-  using Base = ScanState<L>;
+struct ReverseState : ScanState<L, true> {
+  using Base = ScanState<L, true>;
   using Base::block, Base::call, Base::maps, Base::warp, Base::lane, Base::t, Base::state;
 
   __device__ __forceinline__ ReverseState(const Block<L>& b, const DeltaCall& c, const Maps& m) : Base(b, c, m) {}
@@ -23,7 +23,8 @@ struct ReverseState : ScanState<L> {
     this->load_state();
     Ring<L::kStages> stage;
     Ring<kPairSlots> slot;
-    for (int chunk = call.chunks - 1; chunk >= 0; --chunk) {
+    for (int chunk = chunk_of_step<true>(call, block.work().first);
+         chunk >= chunk_of_step<true>(call, block.work().end - 1); --chunk) {
       wait_for_phase(block.stage_full_barrier(stage.index), stage.phase);
       step(chunk, stage.index, slot);
       stage.next(), slot.next();
@@ -61,8 +62,8 @@ struct ReverseState : ScanState<L> {
 #pragma unroll
     for (int i = 0; i < 64; ++i) state[i / 4][i % 4] *= chunk_decay;
     uint32_t decayed[4][4], rows[4][4];
+    wait_for_products<1>(state_products);
     this->multiply_values(decayed, cotangents, gates + 128, call.scale);
-    wait_for_products<0>(state_products);
     wait_for_products<0>(pair_products);
 #pragma unroll
     for (int tile = 0; tile < 8; ++tile) {
@@ -100,7 +101,7 @@ struct ReverseState : ScanState<L> {
 
   // Adds the output's gradient times the skip.
   __device__ __forceinline__ void add_skip(float (&rows)[8][4], const uint32_t (&cotangents)[4][4]) const {
-    const float skip = __ldg(call.skip + block.head);
+    const float skip = __ldg(call.skip + block.work().head);
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       const int tile = i / 4 * 2 + i % 4 / 2, pair = i % 2 * 2;

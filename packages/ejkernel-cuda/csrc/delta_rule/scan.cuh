@@ -6,7 +6,7 @@
 namespace ejkernel::delta_rule {
 
 // The state's warpgroup: what both scans do with the state, and with tokens as accumulators hold them.
-template <typename L>
+template <typename L, bool Reverse>
 struct ScanState {
   const Block<L>& block;
   const DeltaCall& call;
@@ -23,11 +23,11 @@ struct ScanState {
         t(b.thread % 4),
         g(b.thread % 32 / 4) {}
 
-  // Calls `use` with each element of the state and with the corresponding element of [B, H, K, V].
+  // Calls `use` with each element of the state and with the corresponding one of states [..., K, V], at an index.
   template <typename T, typename Use>
-  __device__ __forceinline__ void for_each(T* states, Use use) {
-    const int64_t first = (int64_t(block.row) * call.heads + block.head) * kKeyDim + t * 2;
-    T* at = states + first * call.value_dim + block.first_value + warp * 16 + g;
+  __device__ __forceinline__ void for_each(T* states, int64_t index, Use use) {
+    const int64_t first = index * kKeyDim + t * 2;
+    T* at = states + first * call.value_dim + block.work().first_value + warp * 16 + g;
 #pragma unroll
     for (int tile = 0; tile < 16; ++tile) {
 #pragma unroll
@@ -37,15 +37,30 @@ struct ScanState {
     }
   }
 
+  // The state before a block's first step.
   __device__ __forceinline__ void load_state() {
 #pragma unroll
     for (int i = 0; i < 64; ++i) state[i / 4][i % 4] = 0.0f;
-    if (call.initial_states != nullptr) for_each(call.initial_states, [](float& element,
-        const float& stored) { element = stored; });
+    const int first = block.work().first, segment = first / call.segment_steps();
+    const bool has_scanned = first > 0;  // by other blocks, or its decay has vanished
+    const float* const states = has_scanned ? call.segment_states : call.initial_states;
+    const int64_t row = has_scanned ? block.work().row * int64_t(call.segments - 1) + segment - 1 : block.work().row;
+    if (states == nullptr) return;
+    for_each(states, row * call.heads + block.work().head, [](float& element, const float& stored) { element = stored; });
   }
 
+  // Whether the results of a chunk, which the block scans, are its own: in the order of either scan.
+  __device__ __forceinline__ bool is_stored(int chunk) const {
+    if constexpr (!L::kDelta) return true;  // a block begins with its segment
+    const int step = Reverse ? call.chunks - 1 - chunk : chunk;
+    return step >= block.work().stored;
+  }
+
+  // Only the last segment of a row has its final state.
   __device__ __forceinline__ void store_final_state() {
-    for_each(call.final_states, [](float& element, float& stored) { stored = element; });
+    if (block.work().end < call.chunks) return;
+    for_each(call.final_states, int64_t(block.work().row) * call.heads + block.work().head,
+             [](float& element, float& stored) { stored = element; });
   }
 
   // Converts the state to the left operand of products over keys.
@@ -93,9 +108,9 @@ struct ScanState {
     }
     fence_shared_stores();
     __syncwarp();
-    if (lane == 0) {
-      const int column = block.head * call.value_dim + block.first_value + warp * 16;
-      store_tile(map, column, chunk * kChunkTokens, block.row, warp_buffer);
+    if (lane == 0 && is_stored(chunk)) {
+      const int column = block.work().head * call.value_dim + block.work().first_value + warp * 16;
+      store_tile(map, column, chunk * kChunkTokens, block.work().row, warp_buffer);
     }
   }
 
@@ -109,9 +124,9 @@ struct ScanState {
     }
     fence_shared_stores();
     __syncwarp();
-    if (lane == 0) {
-      const int index = (block.row * call.heads + block.head) * call.chunks + chunk;
-      const int first_row = block.first_value + warp * 16;
+    if (lane == 0 && is_stored(chunk)) {
+      const int index = (block.work().row * call.heads + block.work().head) * call.chunks + chunk;
+      const int first_row = block.work().first_value + warp * 16;
       store_tile(&maps.states, 0, first_row, index, buffer);
       store_tile(&maps.states, 64, first_row, index, buffer + kStateTileBytes);
     }
@@ -126,17 +141,20 @@ struct ScanState {
 // Runs the roles of a block; `State` has the state's.
 template <typename L, bool Reverse, typename State>
 __device__ __forceinline__ void run_block(const DeltaCall& call, const Maps& maps, char* memory) {
-  const int value_blocks = call.value_dim / kBlockValues, value_block = blockIdx.x % value_blocks, row_and_head =
-      blockIdx.x / value_blocks;
-  const Block<L> block{shared_address(memory), memory, row_and_head % call.heads, row_and_head / call.heads,
-      value_block * kBlockValues,
-                    int(threadIdx.x)};
+  const int value_blocks = call.value_dim / kBlockValues, first_value = int(blockIdx.x) % value_blocks * kBlockValues;
+  const int segment = int(blockIdx.x) / value_blocks % call.segments;
+  const int row_and_head = int(blockIdx.x) / value_blocks / call.segments;
+  const int row = row_and_head / call.heads, head = row_and_head % call.heads;
+  const StepRange steps = steps_of_segment<Reverse, L::kDelta, kThreads>(
+      call, row, head, segment, reinterpret_cast<float*>(memory + L::kGatesOffset));
+  const Block<L> block{shared_address(memory), memory, int(threadIdx.x)};
   // Blocks above the diagonal are zeros, and nothing writes them.
   for (int i = threadIdx.x; i < kPairSlots * kPairSlotBytes / 16; i += kThreads) {
     reinterpret_cast<uint4*>(memory + L::kPairSlotsOffset)[i] = {0, 0, 0, 0};
   }
   fence_shared_stores();
   if (threadIdx.x == 0) {
+    block.work() = {steps, head, row, first_value};
     prefetch_map(&maps.query), prefetch_map(&maps.key), prefetch_map(&maps.value), prefetch_map(&maps.output);
     if constexpr (L::kStoresStates) prefetch_map(&maps.states);
     for (int i = 0; i < L::kStages; ++i) start_barrier(block.stage_full_barrier(i), 2),

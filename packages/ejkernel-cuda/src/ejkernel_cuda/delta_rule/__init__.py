@@ -4,11 +4,11 @@ direction, whose warpgroups have roles, and the gradients of tokens.
 
 from collections.abc import Callable, Iterable
 
-from ejkernel.arithmetic import cdiv
-from ejkernel.families.linear_recurrence import LinearRecurrence, has_decay_per_channel, num_state_heads
+from ejkernel.families.linear_recurrence import LinearRecurrence, has_decay_per_channel
 from ejkernel.ops import Implementation, Requires
 from ejkernel.ops.device import DeviceInfo, current_device
 from ejkernel.ops.params import Direction
+from ejkernel_cuda.delta_rule.segments import VALUE_CHANNELS_PER_BLOCK
 from ejkernel_cuda.requirements import cuda_requires
 
 HANDLED_FIELDS = frozenset({"decay", "initial_state"})
@@ -22,21 +22,8 @@ DIFFERENTIABLE_FIELDS = HANDLED_FIELDS | {"query", "key", "value"}
 KEY_DIM = 128
 """The key dimension that the kernel is compiled for."""
 
-VALUE_CHANNELS_PER_BLOCK = 64
-"""Value channels of a head that a block computes."""
-
 VALUE_DIMS_WITH_GRADIENTS = (64, 128)
 """The value dimensions that the backward kernel is compiled for."""
-
-HOPPER_MULTIPROCESSORS, MIN_BUSY_BLOCKS_PER_WAVE = 132, 48
-"""Multiprocessors of a Hopper chip, each of which computes one block at a time; and how many of a wave have to be busy
-for the kernels to be faster than Triton's, which split long rows over all of them (docs/lab/linear_recurrence_gpu.md).
-"""
-
-MIN_BLOCKS_FOR_SHORT_ROWS, MAX_SHORT_ROW_TOKENS = 32, 8192
-"""The number of blocks with which the delta rule is faster than Triton's in rows of up to so many tokens: 0.261 ms
-instead of 0.334 with 8192 tokens, 1.90 instead of 1.54 with 65536. Without it 32 blocks are no faster: 0.157 and 0.159.
-"""
 
 HOPPER_COMPUTE_CAPABILITY = 9.0
 """The compute capability whose instructions the kernel consists of; no later chip has them."""
@@ -82,25 +69,9 @@ def _gradient_refusal_reasons_with_delta(record: LinearRecurrence) -> Iterable[s
     yield from _gradient_refusal_reasons(record)
 
 
-def _num_blocks(record: LinearRecurrence) -> int:
-    """Returns the blocks of a scan, each of which scans its row alone."""
-    return record.query.shape[0] * num_state_heads(record) * (record.value.shape[3] // VALUE_CHANNELS_PER_BLOCK)
-
-
 def _priority(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> int:
-    """Returns a priority between Triton's chunked kernels, 10, and decode steps, 20; below Triton's if too few blocks
-    are busy.
-    """
-    blocks = _num_blocks(record)
-    return 15 if blocks >= MIN_BUSY_BLOCKS_PER_WAVE * cdiv(blocks, HOPPER_MULTIPROCESSORS) else 5
-
-
-def _priority_with_delta(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> int:
-    """Returns `_priority`, which with the delta rule is above Triton's for fewer blocks too where rows are short."""
-    has_short_rows = record.query.shape[1] <= MAX_SHORT_ROW_TOKENS
-    if has_short_rows and _num_blocks(record) >= MIN_BLOCKS_FOR_SHORT_ROWS:
-        return 15
-    return _priority(record, device, direction)
+    """Returns a priority between Triton's chunked kernels, 10, and decode steps, 20."""
+    return 15
 
 
 def _make_requires(
@@ -120,7 +91,7 @@ IMPLEMENTATIONS = (
         paired=True,
         requires=_make_requires(_refusal_reasons_with_delta, HANDLED_FIELDS | {"beta"}),
         backward_requires=_make_requires(_gradient_refusal_reasons_with_delta, HANDLED_FIELDS | {"beta"}),
-        priority=_priority_with_delta,
+        priority=_priority,
         cases="ejkernel_cuda.delta_rule.cases:cases",
     ),
     Implementation(

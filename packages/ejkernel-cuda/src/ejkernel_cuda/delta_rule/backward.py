@@ -12,8 +12,8 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import LinearRecurrence, num_state_heads
 from ejkernel.families.linear_recurrence.plain_states import backward_with_plain_states
 from ejkernel.types.pullback import Pullback
-from ejkernel_cuda.delta_rule import HOPPER_MULTIPROCESSORS
-from ejkernel_cuda.delta_rule.forward import CHUNK, DeltaResiduals, factors_and_skip, gates_and_beta, run_forward
+from ejkernel_cuda.delta_rule.forward import DeltaResiduals, factors_and_skip, gates_and_beta, run_forward
+from ejkernel_cuda.delta_rule.segments import CHUNK, HOPPER_MULTIPROCESSORS, num_segments, segment_results
 from ejkernel_cuda.library import register_handler
 
 
@@ -75,22 +75,24 @@ def _state_gradients(
     the chunks [B, H, chunks, V, K], and of the initial states [B, H, K, V].
     """
     (rows, tokens, heads, columns), keys, dtype = cotangent.shape, record.query.shape[3], cotangent.dtype
-    chunks = cdiv(tokens, CHUNK)
+    chunks, segments = cdiv(tokens, CHUNK), num_segments(record)
     call = jax.ffi.ffi_call(
         register_handler("ejkernel_delta_rule_reverse"),
         (
             jax.ShapeDtypeStruct(cotangent.shape, dtype),
             jax.ShapeDtypeStruct((rows, heads, chunks, columns, keys), dtype),
             jax.ShapeDtypeStruct((rows, heads, keys, columns), jnp.float32),
+            *segment_results(record, segments),
         ),
         vmap_method="sequential",
     )
-    dwrites, dstates, dinitial = call(
+    dwrites, dstates, dinitial, *_ = call(
         *(record.query, record.key, cotangent),
         *gates_and_beta(record),
         final_cotangent.astype(jnp.float32),
         *factors_and_skip(record),
         scale=np.float32(record.softmax_scale),
+        segments=np.int32(segments),
     )
     return dwrites, dstates, dinitial
 

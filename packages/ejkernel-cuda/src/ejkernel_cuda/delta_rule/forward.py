@@ -12,10 +12,8 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import LinearRecurrence, num_state_heads
 from ejkernel.families.linear_recurrence.plain_states import forward_with_plain_states
 from ejkernel.types.pullback import is_differentiated
+from ejkernel_cuda.delta_rule.segments import CHUNK, num_segments, segment_results
 from ejkernel_cuda.library import register_handler
-
-CHUNK = 64
-"""Tokens per chunk, of all kernels."""
 
 
 class DeltaResiduals(NamedTuple):
@@ -58,6 +56,7 @@ def run_forward(record: LinearRecurrence, *, stores: bool) -> tuple[jax.Array, j
     """
     (rows, tokens, _, keys), heads, dtype = record.query.shape, num_state_heads(record), record.query.dtype
     columns = record.value.shape[3]
+    segments = num_segments(record)
     token_shape, states_shape = (rows, tokens, heads, columns), (rows, heads, cdiv(tokens, CHUNK), columns, keys)
     call = jax.ffi.ffi_call(
         register_handler("ejkernel_delta_rule"),
@@ -66,16 +65,18 @@ def run_forward(record: LinearRecurrence, *, stores: bool) -> tuple[jax.Array, j
             jax.ShapeDtypeStruct((rows, heads, keys, columns), jnp.float32),
             jax.ShapeDtypeStruct(token_shape if stores and record.beta is not None else (0,), dtype),
             jax.ShapeDtypeStruct(states_shape if stores else (0,), dtype),
+            *segment_results(record, segments),
         ),
         # The leading axes of gates may have size 1, so arrays do not batch alike.
         vmap_method="sequential",
     )
-    output, final_states, writes, states = call(
+    output, final_states, writes, states, *_ = call(
         *(record.query, record.key, record.value),
         *gates_and_beta(record),
         _float32_or_empty(record.initial_state),
         *factors_and_skip(record),
         scale=np.float32(record.softmax_scale),
+        segments=np.int32(segments),
     )
     return output, final_states, DeltaResiduals(writes, states)
 
