@@ -118,7 +118,7 @@ def run(host, record, stored=(None, None), segments=1):
     output, final = bfloat16(batch, tokens, heads, values), float32(batch, heads, 128, values)
     if has_decay_per_channel(record):
         operands = (*prepare(host, record), record.value, record.beta, record.initial_state)
-        call(host.channel_scan, record, *operands, output, final, *stored)
+        call(host.channel_scan, record, *operands, output, final, *stored, segments=segments)
     else:
         operands = (record.query, record.key, record.value, record.decay, record.beta, record.initial_state)
         call(host.delta_rule, record, *operands, output, final, *stored, record.dt, record.skip, segments=segments)
@@ -138,7 +138,8 @@ def run_gradients(host, record, cotangent, final_cotangent, slices=1, segments=1
     per_channel = has_decay_per_channel(record)
     if per_channel:
         operands = (*prepare(host, record), cotangent, record.beta, final_cotangent)
-        call(host.channel_scan_reverse, reverse_record, *operands, dwrites, dstates, dinitial)
+        results = (dwrites, dstates, dinitial)
+        call(host.channel_scan_reverse, reverse_record, *operands, *results, segments=segments)
     else:
         results = (dwrites, dstates, dinitial, record.dt, record.skip)
         call(host.delta_rule_reverse, reverse_record, *operands, *results, segments=segments)
@@ -205,6 +206,9 @@ def error(got, want):
         ("mild", 200, {"state": True, "segments": 2}),
         ("strong", 450, {"state": True, "delta": False, "segments": 3}),
         ("none", 200, {"state": True, "delta": False, "segments": 2}),
+        ("strong", 700, {"channels": 128, "segments": 2}),
+        ("strong", 700, {"channels": 128, "delta": False, "segments": 2}),
+        ("mild", 200, {"channels": 128, "state": True, "segments": 2}),
     ],
 )
 def test_outputs_and_states_match_the_reference(host, gates, tokens, options):
@@ -235,6 +239,8 @@ def test_outputs_and_states_match_the_reference(host, gates, tokens, options):
         ("strong", 450, {"state": True, "segments": 2}),
         ("-inf", 450, {"state": True, "delta": False, "segments": 3}),
         ("mild", 200, {"state": True, "delta": False, "segments": 2}),
+        ("strong", 700, {"channels": 128, "segments": 2}),
+        ("-inf", 450, {"channels": 128, "state": True, "delta": False, "segments": 3}),
     ],
 )
 def test_gradients_match_the_reference(host, gates, tokens, options):

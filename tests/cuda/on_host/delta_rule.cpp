@@ -3,6 +3,7 @@
 #include "delta_rule/channel_pairs.cuh"
 #include "delta_rule/channel_reverse.cuh"
 #include "delta_rule/channel_scan.cuh"
+#include "delta_rule/channel_segments.cuh"
 #include "delta_rule/channel_token_gradients.cuh"
 #include "delta_rule/chunked.cuh"
 #include "delta_rule/group_gradients.cuh"
@@ -158,8 +159,8 @@ ChannelCall begin_channels(const Sizes& n, void** a, float scale, ChannelMaps* m
   const int keys = n.heads * kKeyDim, chunks = n.batch * n.heads * n.chunks();
   ChannelCall call{};
   call.tokens = n.tokens, call.heads = call.query_heads = call.key_heads = n.heads, call.value_heads = n.value_heads;
-  call.value_dim = n.values, call.chunks = n.chunks(), call.segments = 1, call.scale = scale;
-  call.decay = static_cast<const float*>(a[5]), call.beta = static_cast<const float*>(a[7]);
+  call.value_dim = n.values, call.chunks = n.chunks(), call.segments = n.segments;
+  call.scale = scale, call.decay = static_cast<const float*>(a[5]), call.beta = static_cast<const float*>(a[7]);
   call.initial_states = static_cast<const float*>(a[8]);
   describe(&maps->query, a[0], n.batch, n.tokens, keys, 128);
   describe(&maps->key, a[1], n.batch, n.tokens, keys, 128);
@@ -171,9 +172,24 @@ ChannelCall begin_channels(const Sizes& n, void** a, float scale, ChannelMaps* m
   return call;
 }
 
+// Finds where the scans of segments begin, as the handlers do.
+template <bool Reverse>
+void run_transitions(const Sizes& n, ChannelCall* call, const ChannelMaps& maps) {
+  static std::vector<int> found;
+  const int blocks = call->beta ? n.batch * n.heads * (n.segments - 1) * 2 : 0;
+  found.assign(blocks, -1);
+  TransitionCall transition_call;
+  static_cast<ChannelCall&>(transition_call) = *call;
+  transition_call.found = found.data(), call->early_steps = found.data();
+  for (int block = 0; block < blocks; ++block) {
+    device::run_cluster(block, 1, TransitionLayout::kSharedMemoryBytes,
+                        [&] { channel_transitions_kernel<Reverse>(transition_call, maps); }, kChannelThreads);
+  }
+}
+
 template <typename L, typename Kernel>
 const char* run_channels(const Sizes& n, Kernel kernel) {
-  for (int block = 0; block < n.batch * n.heads * (n.values / kBlockValues); ++block) {
+  for (int block = 0; block < n.batch * n.heads * n.segments * (n.values / kBlockValues); ++block) {
     device::run_cluster(block, 1, L::kSharedMemoryBytes, kernel, kChannelThreads);
   }
   return device::complaint;
@@ -190,6 +206,7 @@ extern "C" const char* channel_scan(void** a, const int* sizes, float scale) {
   call.final_states = static_cast<float*>(a[10]);
   describe(&maps.output, a[9], n.batch, n.tokens, n.heads * n.values, 32);
   if (a[12]) describe_stored(&maps, n, a[11] ? a[11] : a[9], a[12]);
+  run_transitions<false>(n, &call, maps);
   return with_constant(a[12], [&](auto stores) {
     return with_constant(call.beta, [&](auto delta) {
       return run_channels<ChannelLayout<stores, delta>>(n, [&] { channel_kernel<stores, delta>(call, maps); });
@@ -204,6 +221,7 @@ extern "C" const char* channel_scan_reverse(void** a, const int* sizes, float sc
   ChannelCall call = begin_channels(n, a, scale, &maps);
   call.final_states = static_cast<float*>(a[11]);
   describe_stored(&maps, n, a[9], a[10]);
+  run_transitions<true>(n, &call, maps);
   return with_constant(call.beta, [&](auto delta) {
     return run_channels<ChannelLayout<true, delta>>(n, [&] { channel_reverse_kernel<delta>(call, maps); });
   });

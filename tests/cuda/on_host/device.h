@@ -33,6 +33,7 @@ struct float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 
 inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a < b ? b : a; }
 inline float __uint_as_float(uint32_t x) { float y; std::memcpy(&y, &x, 4); return y; }
 inline uint32_t __float_as_uint(float x) { uint32_t y; std::memcpy(&y, &x, 4); return y; }
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {

@@ -10,6 +10,7 @@ constexpr int kChannelThreads = 128 + 32;
 
 struct ChannelCall : DeltaCall {
   const float* decay;  // [B, H, chunks, K], E of the last token
+  const int* early_steps;  // [B, H, segments - 1, 2], how many steps before all but the first segment; with the delta rule
 };
 
 struct ChannelMaps : Maps {  // its queries are q E, and its keys k F
@@ -21,7 +22,7 @@ constexpr int kScoresOffset = 5 * kTileBytes, kDecayedKeyOffset = 6 * kTileBytes
 
 template <bool StoresStates, bool Delta>
 struct ChannelLayout {
-  static constexpr bool kStoresStates = StoresStates, kDelta = Delta;
+  static constexpr bool kStoresStates = StoresStates, kDelta = Delta, kStartsEarly = true;
   static constexpr int kStages = !Delta ? 4 : StoresStates ? 2 : 3, kStageBytes = (Delta ? 9 : 6) * kTileBytes;
   static constexpr int kOutputOffset = kStages * kStageBytes, kStatesOffset = kOutputOffset + 4 * kOutputBytes;
   static constexpr int kWritesOffset = kStatesOffset + (StoresStates ? 4 * 2 * kStateTileBytes : 0);
@@ -83,7 +84,8 @@ __device__ __forceinline__ void load_channel_stages(const Block<L>& block, const
   const int lane = block.thread % 32;
   const int64_t base = int64_t(block.work().row) * call.tokens * call.heads + block.work().head;
   Ring<L::kStages> ring;
-  for (int step = 0; step < call.chunks; ++step) {
+  const int first = block.work().first, end = block.work().end;
+  for (int step = first; step < end; ++step) {
     const int chunk = chunk_of_step<Reverse>(call, step);
     [[maybe_unused]] float betas[2];
     if constexpr (L::kDelta) {
@@ -93,7 +95,7 @@ __device__ __forceinline__ void load_channel_stages(const Block<L>& block, const
         betas[i] = token < call.tokens ? __ldg(call.beta + base + int64_t(token) * call.heads) : 0.0f;
       }
     }
-    if (step >= L::kStages) wait_for_phase(block.free_barrier(ring.index), ring.phase ^ 1);
+    if (step - first >= L::kStages) wait_for_phase(block.free_barrier(ring.index), ring.phase ^ 1);
     if (lane == 0) load_stage(block, call, maps, ring.index, chunk);
     if constexpr (L::kDelta) {
       reinterpret_cast<float2*>(block.betas(ring.index))[lane] = {betas[0], betas[1]};
@@ -141,14 +143,61 @@ struct ChannelScanState : ScanState<L, Reverse> {
   }
 };
 
+// ---- segments ----
+
+// The steps of a block that scans a segment, which all threads of the block call. Without the delta rule the decays of
+// the channels say where it begins; `memory` is shared memory that nothing else uses.
+template <bool Reverse, bool Delta>
+__device__ __forceinline__ StepRange steps_of_channel_segment(const ChannelCall& call, int row, int head, int segment,
+                                                              char* memory) {
+  const int steps = call.segment_steps(), stored = segment * steps, end = min(stored + steps, call.chunks);
+  if (segment == 0) return {0, 0, end};
+  const int64_t row_and_head = int64_t(row) * call.heads + head;
+  if constexpr (Delta) {
+    const int* const early = call.early_steps + (row_and_head * (call.segments - 1) + segment - 1) * 2;
+    return {stored - max(__ldg(early), __ldg(early + 1)), stored, end};
+  }
+  constexpr int kSteps = 8;
+  const int thread = int(threadIdx.x), channel = thread % kKeyDim;
+  int* const flags = reinterpret_cast<int*>(memory);
+  float product = 1.0f;
+  for (int last = stored; last > 0; last -= kSteps) {
+    float decays[kSteps];
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const int chunk = chunk_of_step<Reverse>(call, max(last - 1 - i, 0));
+      decays[i] = __ldg(call.decay + (row_and_head * call.chunks + chunk) * kKeyDim + channel);
+    }
+    int needed = kSteps + 1;  // steps after which the channel has vanished
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      product *= decays[i];
+      if (needed > kSteps && fabsf(product) < kSmallestNormal) needed = i + 1;
+    }
+    for (int lanes = 16; lanes > 0; lanes /= 2) {
+      needed = max(needed, int(__shfl_xor_sync(~0u, float(needed), lanes)));
+    }
+    if (thread % 32 == 0) flags[thread / 32] = needed;
+    __syncthreads();
+    for (int i = 0; i < kChannelThreads / 32; ++i) needed = max(needed, flags[i]);
+    __syncthreads();
+    if (needed <= kSteps) return {max(last - needed, 0), stored, end};
+  }
+  return {0, stored, end};
+}
+
 // Runs the roles of a block; `State` has the state's.
 template <typename L, bool Reverse, typename State>
 __device__ __forceinline__ void run_channel_block(const ChannelCall& call, const ChannelMaps& maps, char* memory) {
   const int value_blocks = call.value_dim / kBlockValues, first_value = int(blockIdx.x) % value_blocks * kBlockValues;
-  const int row_and_head = int(blockIdx.x) / value_blocks;
+  const int segment = int(blockIdx.x) / value_blocks % call.segments;
+  const int row_and_head = int(blockIdx.x) / value_blocks / call.segments;
+  const int row = row_and_head / call.heads, head = row_and_head % call.heads;
+  const StepRange steps =
+      steps_of_channel_segment<Reverse, L::kDelta>(call, row, head, segment, memory + L::kDecayOffset);
   const Block<L> block{shared_address(memory), memory, int(threadIdx.x)};
   if (threadIdx.x == 0) {
-    block.work() = {{0, 0, call.chunks}, row_and_head % call.heads, row_and_head / call.heads, first_value};
+    block.work() = {steps, head, row, first_value};
     for (int i = 0; i < L::kStages; ++i) {
       start_barrier(block.loaded_barrier(i), L::kDelta ? 2 : 1), start_barrier(block.free_barrier(i), 4);
     }

@@ -3,6 +3,7 @@
 #include "delta_rule/channel_pairs.cuh"
 #include "delta_rule/channel_reverse.cuh"
 #include "delta_rule/channel_scan.cuh"
+#include "delta_rule/channel_segments.cuh"
 #include "delta_rule/handler.cuh"
 
 namespace ejkernel::delta_rule {
@@ -69,7 +70,7 @@ struct Inputs {
 };
 
 // Describes a scan. Returns false if the shapes do not belong together.
-bool describe_call(ChannelCall* call, const Inputs& in, F32& final, float scale) {
+bool describe_call(ChannelCall* call, const Inputs& in, F32& final, float scale, int segments) {
   const auto q = in.decayed_query.dimensions(), v = in.value.dimensions(), f = final.dimensions();
   if (q.size() != 4 || v.size() != 4 || f.size() != 4) return false;
   const int64_t batch = q[0], tokens = q[1], heads = q[2], values = v[3];
@@ -85,7 +86,9 @@ bool describe_call(ChannelCall* call, const Inputs& in, F32& final, float scale)
     return false;
   }
   call->tokens = int(tokens), call->chunks = int(chunks), call->heads = int(heads), call->value_dim = int(values);
-  call->segments = 1;
+  call->segments = segments;
+  // No segment without chunks.
+  if (segments < 1 || (segments - 1) * call->segment_steps() >= call->chunks) return false;
   call->query_heads = call->key_heads = int(heads), call->value_heads = int(v[2]), call->scale = scale;
   call->decay = in.decay.typed_data(), call->beta = data_or_null(in.beta);
   call->initial_states = data_or_null(in.initial), call->final_states = final.typed_data();
@@ -125,8 +128,26 @@ ffi::Error launch(cudaStream_t stream, Kernel kernel, const ChannelCall& call, c
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, L::kSharedMemoryBytes);
   if (error != cudaSuccess) return kErrors.internal("shared memory", cudaGetErrorString(error));
-  const int64_t blocks = batch * call.heads * (call.value_dim / kBlockValues);
+  const int64_t blocks = batch * call.heads * call.segments * (call.value_dim / kBlockValues);
   kernel<<<int(blocks), kChannelThreads, L::kSharedMemoryBytes, stream>>>(call, maps);
+  return kErrors.check("launch", cudaGetLastError());
+}
+
+// Finds where the scans of segments begin, with the delta rule; `early_steps` is empty otherwise, or for one segment.
+template <bool Reverse>
+ffi::Error launch_transitions(cudaStream_t stream, ChannelCall* call, const ChannelMaps& maps, int64_t batch,
+                              S32& early_steps) {
+  const int64_t blocks = call->beta ? batch * call->heads * (call->segments - 1) * 2 : 0;
+  if (count(early_steps) != blocks) return kErrors.invalid_shapes();
+  if (blocks == 0) return ffi::Error::Success();
+  TransitionCall transition_call;
+  static_cast<ChannelCall&>(transition_call) = *call;
+  transition_call.found = early_steps.typed_data(), call->early_steps = transition_call.found;
+  constexpr int kBytes = TransitionLayout::kSharedMemoryBytes;
+  const cudaError_t error =
+      cudaFuncSetAttribute(channel_transitions_kernel<Reverse>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (error != cudaSuccess) return kErrors.internal("shared memory", cudaGetErrorString(error));
+  channel_transitions_kernel<Reverse><<<int(blocks), kChannelThreads, kBytes, stream>>>(transition_call, maps);
   return kErrors.check("launch", cudaGetLastError());
 }
 
@@ -142,11 +163,12 @@ ffi::Error launch_reverse(cudaStream_t stream, const ChannelCall& call, const Ch
 
 ffi::Error channel_scan(cudaStream_t stream, Bf16 decayed_query, Bf16 key_to_end, Bf16 decayed_key, Bf16 scores,
                         Bf16 inverse, F32 decay, Bf16 value, F32 beta, F32 initial, ffi::Result<Bf16> output,
-                        ffi::Result<F32> final, ffi::Result<Bf16> writes, ffi::Result<Bf16> states, float scale) {
+                        ffi::Result<F32> final, ffi::Result<Bf16> writes, ffi::Result<Bf16> states,
+                        ffi::Result<S32> early_steps, float scale, int segments) {
   if (output->element_count() == 0) return ffi::Error::Success();
   const Inputs in{decayed_query, key_to_end, decayed_key, scores, inverse, decay, value, beta, initial};
   ChannelCall call{};
-  if (!describe_call(&call, in, *final, scale)) return kErrors.invalid_shapes();
+  if (!describe_call(&call, in, *final, scale, segments)) return kErrors.invalid_shapes();
   const int64_t batch = decayed_query.dimensions()[0];
   const bool stores = states->element_count() != 0;
   if (count(*output) != output_size(call, in) ||
@@ -157,6 +179,8 @@ ffi::Error channel_scan(cudaStream_t stream, Bf16 decayed_query, Bf16 key_to_end
   const char* message =
       encode_maps(&maps, call, in, &*output, stores && call.beta ? &*writes : nullptr, stores ? &*states : nullptr);
   if (message) return kErrors.internal("tensor map", message);
+  const ffi::Error error = launch_transitions<false>(stream, &call, maps, batch, *early_steps);
+  if (error.failure()) return error;
   const auto launch_one = stores ? (call.beta ? launch_forward<true, true> : launch_forward<true, false>)
                                  : (call.beta ? launch_forward<false, true> : launch_forward<false, false>);
   return launch_one(stream, call, maps, batch);
@@ -166,11 +190,11 @@ ffi::Error channel_scan(cudaStream_t stream, Bf16 decayed_query, Bf16 key_to_end
 ffi::Error channel_scan_reverse(cudaStream_t stream, Bf16 decayed_query, Bf16 key_to_end, Bf16 decayed_key, Bf16 scores,
                                 Bf16 inverse, F32 decay, Bf16 cotangent, F32 beta, F32 final_cotangent,
                                 ffi::Result<Bf16> dwrites, ffi::Result<Bf16> dstates, ffi::Result<F32> dinitial,
-                                float scale) {
+                                ffi::Result<S32> early_steps, float scale, int segments) {
   if (dwrites->element_count() == 0) return ffi::Error::Success();
   const Inputs in{decayed_query, key_to_end, decayed_key, scores, inverse, decay, cotangent, beta, final_cotangent};
   ChannelCall call{};
-  if (!describe_call(&call, in, *dinitial, scale) || count(*dwrites) != output_size(call, in) ||
+  if (!describe_call(&call, in, *dinitial, scale, segments) || count(*dwrites) != output_size(call, in) ||
       count(*dstates) != count(*dinitial) * call.chunks) {
     return kErrors.invalid_shapes();
   }
@@ -178,13 +202,15 @@ ffi::Error channel_scan_reverse(cudaStream_t stream, Bf16 decayed_query, Bf16 ke
   const char* message = encode_maps(&maps, call, in, nullptr, &*dwrites, &*dstates);
   if (message) return kErrors.internal("tensor map", message);
   const int64_t batch = decayed_query.dimensions()[0];
+  const ffi::Error error = launch_transitions<true>(stream, &call, maps, batch, *early_steps);
+  if (error.failure()) return error;
   return call.beta ? launch_reverse<true>(stream, call, maps, batch) : launch_reverse<false>(stream, call, maps, batch);
 }
 
 }  // namespace
 
 EJKERNEL_FFI_HANDLER(ejkernel_channel_prepare, channel_prepare);
-EJKERNEL_FFI_HANDLER(ejkernel_channel_scan, channel_scan, "scale");
-EJKERNEL_FFI_HANDLER(ejkernel_channel_scan_reverse, channel_scan_reverse, "scale");
+EJKERNEL_FFI_HANDLER(ejkernel_channel_scan, channel_scan, "scale", "segments");
+EJKERNEL_FFI_HANDLER(ejkernel_channel_scan_reverse, channel_scan_reverse, "scale", "segments");
 
 }  // namespace ejkernel::delta_rule

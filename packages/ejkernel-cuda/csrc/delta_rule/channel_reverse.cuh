@@ -19,7 +19,8 @@ struct ChannelReverseState : ChannelScanState<L, true> {
   __device__ __forceinline__ void run() {
     this->load_state();
     Ring<L::kStages> stage;
-    for (int chunk = call.chunks - 1; chunk >= 0; --chunk) {
+    const int last = chunk_of_step<true>(call, block.work().end - 1);
+    for (int chunk = chunk_of_step<true>(call, block.work().first); chunk >= last; --chunk) {
       this->wait_for_stage(stage);
       step(chunk, stage.index);
       stage.next();

@@ -21,7 +21,7 @@ struct ChannelState : ChannelScanState<L, false> {
 #pragma unroll
     for (int i = 0; i < 32; ++i) output[i / 4][i % 4] = 0.0f;
     Ring<L::kStages> stage;
-    for (int chunk = 0; chunk < call.chunks; ++chunk) {
+    for (int chunk = block.work().first; chunk < block.work().end; ++chunk) {
       this->wait_for_stage(stage);
       step(chunk, stage.index);
       stage.next();

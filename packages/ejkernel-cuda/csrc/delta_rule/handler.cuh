@@ -13,6 +13,7 @@ constexpr HandlerErrors kErrors{"delta rule"};
 
 using Bf16 = ffi::Buffer<ffi::BF16>;
 using F32 = ffi::Buffer<ffi::F32>;
+using S32 = ffi::Buffer<ffi::S32>;
 
 // An array [batch, rows, columns] in bfloat16, and the tiles of it that TMA copies.
 struct Size {

@@ -40,6 +40,7 @@ template <int Stages, bool StoresStates, bool Delta>
 struct Layout {
   static constexpr int kStages = Stages;
   static constexpr bool kDelta = Delta;
+  static constexpr bool kStartsEarly = Delta;  // blocks, before their segments (segments.cuh)
   static constexpr bool kStoresStates = StoresStates;
   static constexpr int kPairSlotsOffset = kStages * kStageBytes;
   static constexpr int kStatesOffset = kPairSlotsOffset + kPairSlots * kPairSlotBytes;

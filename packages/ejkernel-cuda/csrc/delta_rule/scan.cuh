@@ -51,7 +51,7 @@ struct ScanState {
 
   // Whether the results of a chunk, which the block scans, are its own: in the order of either scan.
   __device__ __forceinline__ bool is_stored(int chunk) const {
-    if constexpr (!L::kDelta) return true;  // a block begins with its segment
+    if constexpr (!L::kStartsEarly) return true;
     const int step = Reverse ? call.chunks - 1 - chunk : chunk;
     return step >= block.work().stored;
   }

@@ -18,7 +18,7 @@ struct SegmentCall : DeltaCall {
 };
 
 struct SegmentLayout {
-  static constexpr bool kDelta = false, kStoresStates = false;
+  static constexpr bool kDelta = false, kStoresStates = false, kStartsEarly = false;
   static constexpr int kStages = 3, kStageBytes = 3 * kTileBytes;  // queries or keys, and values
   static constexpr int kGatesOffset = kStages * kStageBytes, kSumsOffset = kGatesOffset + kStages * kGateBytes;
   static constexpr int kBarriersOffset = kSumsOffset + 128, kWorkOffset = kBarriersOffset + 16 * kStages;

@@ -12,13 +12,14 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.types.pullback import Pullback
 from ejkernel_cuda.channel_gates.forward import (
-    CHUNK,
     ScanResiduals,
+    early_steps_result,
     float32_or_empty,
     log_gates,
     prepare_chunks,
     run_forward,
 )
+from ejkernel_cuda.delta_rule.segments import CHUNK, num_segments
 from ejkernel_cuda.library import register_handler
 
 
@@ -53,17 +54,20 @@ def state_gradients(
     initial states [B, H, K, V]. With the delta rule, the first are not yet multiplied by beta.
     """
     (rows, tokens, heads, columns), keys, dtype = cotangent.shape, record.query.shape[3], cotangent.dtype
+    segments = num_segments(record)
     call = jax.ffi.ffi_call(
         register_handler("ejkernel_channel_scan_reverse"),
         (
             jax.ShapeDtypeStruct(cotangent.shape, dtype),
             jax.ShapeDtypeStruct((rows, heads, cdiv(tokens, CHUNK), columns, keys), dtype),
             jax.ShapeDtypeStruct((rows, heads, keys, columns), jnp.float32),
+            early_steps_result(record, segments),
         ),
         vmap_method="sequential",
     )
     inputs = (*prepare_chunks(record), cotangent, float32_or_empty(record.beta), final_cotangent.astype(jnp.float32))
-    dwrites, dstates, dinitial = call(*inputs, scale=np.float32(record.softmax_scale))
+    scale, segments = np.float32(record.softmax_scale), np.int32(segments)
+    dwrites, dstates, dinitial, _ = call(*inputs, scale=scale, segments=segments)
     return dwrites, dstates, dinitial
 
 

@@ -11,10 +11,8 @@ import numpy as np
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import LinearRecurrence, num_state_heads
 from ejkernel.types.pullback import is_differentiated
+from ejkernel_cuda.delta_rule.segments import CHUNK, num_segments
 from ejkernel_cuda.library import register_handler
-
-CHUNK = 64
-"""Tokens per chunk, of all kernels."""
 
 
 class ScanResiduals(NamedTuple):
@@ -76,6 +74,7 @@ def run_forward(record: LinearRecurrence, *, stores: bool) -> tuple[jax.Array, j
     """
     (rows, tokens, _, keys), heads, dtype = record.query.shape, num_state_heads(record), record.query.dtype
     columns = record.value.shape[3]
+    segments = num_segments(record)
     token_shape, states_shape = (rows, tokens, heads, columns), (rows, heads, cdiv(tokens, CHUNK), columns, keys)
     call = jax.ffi.ffi_call(
         register_handler("ejkernel_channel_scan"),
@@ -84,15 +83,17 @@ def run_forward(record: LinearRecurrence, *, stores: bool) -> tuple[jax.Array, j
             jax.ShapeDtypeStruct((rows, heads, keys, columns), jnp.float32),
             jax.ShapeDtypeStruct(token_shape if stores and record.beta is not None else (0,), dtype),
             jax.ShapeDtypeStruct(states_shape if stores else (0,), dtype),
+            early_steps_result(record, segments),
         ),
         vmap_method="sequential",
     )
-    output, final_states, writes, states = call(
+    output, final_states, writes, states, _ = call(
         *prepare_chunks(record),
         record.value,
         float32_or_empty(record.beta),
         float32_or_empty(record.initial_state),
         scale=np.float32(record.softmax_scale),
+        segments=np.int32(segments),
     )
     return output, final_states, ScanResiduals(writes, states)
 
@@ -112,6 +113,18 @@ def prepare_chunks(record: LinearRecurrence) -> PreparedChunks:
         vmap_method="sequential",
     )
     return PreparedChunks(*call(record.query, record.key, log_gates(record), float32_or_empty(record.beta)))
+
+
+def early_steps_result(record: LinearRecurrence, segments: int) -> jax.ShapeDtypeStruct:
+    """Returns the result of a scan that holds how many chunks before its segments it begins; empty without the delta
+    rule.
+
+    Args:
+        record: The canonical arguments.
+        segments: The number of segments of each row.
+    """
+    shape = (record.query.shape[0], num_state_heads(record), segments - 1, 2)
+    return jax.ShapeDtypeStruct((0,) if record.beta is None or segments == 1 else shape, jnp.int32)
 
 
 def log_gates(record: LinearRecurrence) -> jax.Array:
