@@ -9,7 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.families.linear_recurrence import LinearRecurrence, has_decay_per_channel, num_state_heads, reference
+from ejkernel.families.linear_recurrence import (
+    LinearRecurrence,
+    final_states_shape,
+    has_decay_per_channel,
+    num_state_heads,
+    reference,
+    states,
+)
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel.types.pullback import Pullback, run_both_passes
 from ejkernel_cuda import channel_gates, delta_rule
@@ -18,13 +25,16 @@ from ejkernel_cuda.channel_gates.forward import forward as channel_forward
 from ejkernel_cuda.delta_rule.backward import backward as head_backward
 from ejkernel_cuda.delta_rule.backward import num_head_slices, shares_queries_and_keys
 from ejkernel_cuda.delta_rule.forward import forward as head_forward
+from ejkernel_cuda.delta_rule.segments import chunk_table, num_chunks, num_segments, starting_states, states_after
 
 H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
 B200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA B200", compute_capability=10.0)
 DELTA, PLAIN = delta_rule.IMPLEMENTATIONS
 [CHANNELS] = channel_gates.IMPLEMENTATIONS
 
-FIELDS = ("query", "key", "value", "decay", "beta", "initial_state", "dt", "skip")
+FIELDS = ("query", "key", "value", "decay", "beta", "initial_state", "sequence_state", "dt", "skip")
+
+PACKED = (3, 3, 80, 150, 150, 210, 290)
 
 REPLACED = {
     "extern __shared__ __align__(1024) char memory[];": "char* memory = device::current->block->shared;",
@@ -58,6 +68,7 @@ def make(
     state=False,
     delta=True,
     dt=False,
+    packed=None,
 ):
     """A record in bfloat16 with float32 gates: none, mild, strong, or -inf for some tokens; dt also brings a skip."""
     keys = iter(jax.random.split(jax.random.key(tokens), 8))
@@ -78,6 +89,9 @@ def make(
     fields = {"decay": decay, "initial_state": initial} | ({"beta": beta} if delta else {})
     if dt:
         fields |= {"dt": beta, "skip": normal(1, 1, heads)}
+    if packed:
+        states = normal(len(packed) - 1, heads, 128, values) if state else None
+        fields |= {"cu_seqlens": jnp.array(packed), "sequence_state": states, "initial_state": None}
     return LinearRecurrence(query=query, key=key, value=value, softmax_scale=0.1, **fields)
 
 
@@ -105,33 +119,45 @@ def as_float64(x):
 
 def prepare(host, record):
     """What the scans read with gates per key channel: q E, k F, k E, A, T and E of the last tokens."""
-    (batch, tokens), heads, chunks = record.query.shape[:2], num_state_heads(record), -(-record.query.shape[1] // 64)
+    (batch, tokens), heads, chunks = record.query.shape[:2], num_state_heads(record), num_chunks(record)
     results = [bfloat16(batch, tokens, heads, 128) for _ in range(3)]
     results += [bfloat16(batch, heads, chunks, 64, 64) for _ in range(2)] + [float32(batch, heads, chunks, 128)]
     call(host.channel_prepare, record, record.query, record.key, record.decay, record.beta, *results)
     return results
 
 
+def set_table(host, record):
+    """Gives the kernels the chunks of a record, and returns the number of its sequences."""
+    table = host.chunk_table = np.asarray(chunk_table(record))  # kept while the kernels read it
+    sequences = record.query.shape[0] if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
+    host.set_table(table.ctypes.data_as(ctypes.c_void_p) if table.size else None, num_chunks(record), sequences)
+    return sequences
+
+
 def run(host, record, stored=(None, None), segments=1):
     """Output and final states of a record; writes and states go to `stored`."""
     (batch, tokens), heads, values = record.query.shape[:2], num_state_heads(record), record.value.shape[3]
-    output, final = bfloat16(batch, tokens, heads, values), float32(batch, heads, 128, values)
+    sequences = set_table(host, record)
+    output, final = bfloat16(batch, tokens, heads, values), float32(sequences, heads, 128, values)
+    starts = starting_states(record)
     if has_decay_per_channel(record):
-        operands = (*prepare(host, record), record.value, record.beta, record.initial_state)
+        operands = (*prepare(host, record), record.value, record.beta, starts)
         call(host.channel_scan, record, *operands, output, final, *stored, segments=segments)
     else:
-        operands = (record.query, record.key, record.value, record.decay, record.beta, record.initial_state)
+        operands = (record.query, record.key, record.value, record.decay, record.beta, starts)
         call(host.delta_rule, record, *operands, output, final, *stored, record.dt, record.skip, segments=segments)
-    return as_float64(output), final
+    return as_float64(output), np.asarray(states_after(record, final, states(record)))
 
 
 def run_gradients(host, record, cotangent, final_cotangent, slices=1, segments=1):
     """The gradients of a record's fields."""
     (batch, tokens), heads, values = record.query.shape[:2], num_state_heads(record), record.value.shape[3]
-    states_shape, has_delta = (batch, heads, -(-tokens // 64), values, 128), record.beta is not None
+    sequences = set_table(host, record)
+    states_shape, has_delta = (batch, heads, num_chunks(record), values, 128), record.beta is not None
     writes, states = bfloat16(batch, tokens, heads, values) if has_delta else None, bfloat16(*states_shape)
     run(host, record, (writes, states), segments)
-    dwrites, dstates, dinitial = bfloat16(*cotangent.shape), bfloat16(*states_shape), float32(batch, heads, 128, values)
+    dwrites, dstates = bfloat16(*cotangent.shape), bfloat16(*states_shape)
+    dinitial = float32(sequences, heads, 128, values)
     operands = (record.query, record.key, cotangent, record.decay, record.beta, final_cotangent)
     # The gradient of the output, which is in the place of the values, has as many heads as the call.
     reverse_record = dataclasses.replace(record, value=cotangent)
@@ -145,7 +171,7 @@ def run_gradients(host, record, cotangent, final_cotangent, slices=1, segments=1
         call(host.delta_rule_reverse, reverse_record, *operands, *results, segments=segments)
     if shares_queries_and_keys(record) and not per_channel:
         gradients = run_group_gradients(host, record, cotangent, states, dstates, slices)
-        return gradients | {"value": as_float64(dwrites), "initial_state": dinitial}
+        return gradients | {"value": as_float64(dwrites), "initial_state": dinitial, "sequence_state": dinitial}
     fields = {
         name: bfloat16(*x.shape) if x.shape[2] == heads else float32(batch, tokens, heads, 128)
         for name, x in (("query", record.query), ("key", record.key))
@@ -164,7 +190,7 @@ def run_gradients(host, record, cotangent, final_cotangent, slices=1, segments=1
     for name in ("query", "key"):
         shape = getattr(record, name).shape
         gradients[name] = gradients[name].reshape(*shape[:3], -1, 128).sum(3)
-    return gradients | {"initial_state": dinitial}
+    return gradients | {"initial_state": dinitial, "sequence_state": dinitial}
 
 
 def run_group_gradients(host, record, cotangent, states, dstates, slices):
@@ -172,7 +198,7 @@ def run_group_gradients(host, record, cotangent, states, dstates, slices):
     (batch, tokens, groups), heads = record.query.shape[:3], num_state_heads(record)
     make = bfloat16 if slices == 1 else float32
     fields = {name: make(batch, tokens, groups * slices, 128) for name in ("query", "key")}
-    for name, shape in (("decay", (tokens, heads, 1)), ("dt", (tokens, heads)), ("skip", (-(-tokens // 64), heads))):
+    for name, shape in (("decay", (tokens, heads, 1)), ("dt", (tokens, heads)), ("skip", (num_chunks(record), heads))):
         fields[name] = None if getattr(record, name) is None else float32(batch, *shape)
     operands = (record.query, record.key, record.value, cotangent, states, dstates, record.decay, record.dt)
     call(host.delta_rule_group_gradients, record, *operands, *fields.values(), slices=slices)
@@ -209,6 +235,10 @@ def error(got, want):
         ("strong", 700, {"channels": 128, "segments": 2}),
         ("strong", 700, {"channels": 128, "delta": False, "segments": 2}),
         ("mild", 200, {"channels": 128, "state": True, "segments": 2}),
+        ("mild", 300, {"packed": PACKED, "state": True, "segments": 2}),
+        ("strong", 300, {"packed": PACKED, "delta": False, "segments": 3}),
+        ("mild", 300, {"packed": PACKED, "state": True, "channels": 128, "segments": 2}),
+        ("strong", 300, {"packed": PACKED, "channels": 128, "delta": False, "segments": 2}),
     ],
 )
 def test_outputs_and_states_match_the_reference(host, gates, tokens, options):
@@ -241,6 +271,10 @@ def test_outputs_and_states_match_the_reference(host, gates, tokens, options):
         ("mild", 200, {"state": True, "delta": False, "segments": 2}),
         ("strong", 700, {"channels": 128, "segments": 2}),
         ("-inf", 450, {"channels": 128, "state": True, "delta": False, "segments": 3}),
+        ("mild", 300, {"packed": PACKED, "state": True, "segments": 2}),
+        ("mild", 300, {"packed": PACKED, "state": True, "delta": False, "segments": 2}),
+        ("mild", 300, {"packed": PACKED, "heads": 2, "query_heads": 1, "key_heads": 1, "delta": False, "dt": True}),
+        ("mild", 300, {"packed": PACKED, "state": True, "channels": 128, "segments": 2}),
     ],
 )
 def test_gradients_match_the_reference(host, gates, tokens, options):
@@ -258,6 +292,8 @@ def test_gradients_match_the_reference(host, gates, tokens, options):
     fields = {name: getattr(record, name).astype(jnp.float32) for name in names}
     [want] = jax.vjp(outputs, fields)[1]((cotangents[0].astype(jnp.float32), cotangents[1]))
     gradients = run_gradients(host, record, *cotangents, slices, segments)
+    for name in {"initial_state", "sequence_state"} & set(names):
+        gradients[name] = np.asarray(states_after(record, gradients[name], cotangents[1]))
     errors = {name: error(gradients[name], want[name]) for name in names}
     assert max(errors.values()) < 1.5e-2, errors
 
@@ -309,22 +345,46 @@ def test_heads_of_a_group_are_split_if_there_are_few_chunks(batch, tokens, heads
 
 
 @pytest.mark.parametrize(
-    ("heads", "batch", "tokens", "values", "channels", "first"),
+    ("implementation", "batch", "tokens", "decay", "first"),
     [
-        (16, 4, 8192, 128, 1, True),
-        (16, 1, 65536, 128, 1, False),
-        (16, 1, 8192, 128, 1, True),
-        (16, 1, 8192, 64, 1, False),
-        (32, 1, 65536, 128, 1, True),
-        (34, 2, 65536, 128, 1, True),
-        (16, 1, 65536, 128, 128, True),
-        (8, 1, 65536, 128, 128, False),
+        (DELTA, 1, 65536, True, True),
+        (DELTA, 1, 65536, False, False),
+        (DELTA, 1, 8192, False, True),
+        (DELTA, 2, 65536, False, True),
+        (PLAIN, 1, 65536, False, True),
+        (CHANNELS, 1, 65536, True, True),
     ],
 )
-def test_priority_is_above_triton_if_enough_blocks_are_busy(heads, batch, tokens, values, channels, first):
-    record = abstract(heads, batch=batch, tokens=tokens, values=values, channels=channels)
-    rank = (DELTA if channels == 1 else CHANNELS).priority_for(record, H200)
+def test_priority_is_below_triton_for_long_rows_without_decay(implementation, batch, tokens, decay, first):
+    record = abstract(16, batch=batch, tokens=tokens)
+    rank = implementation.priority_for(record if decay else dataclasses.replace(record, decay=None), H200)
     assert (10 < rank < 20) if first else (0 <= rank < 10)
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "segments"), [(16, 65536, 4), (64, 65536, 1), (200, 8192, 1), (2, 1100, 2), (2, 100, 1)]
+)
+def test_rows_have_segments_for_all_multiprocessors(heads, tokens, segments):
+    assert num_segments(abstract(heads, tokens=tokens)) == segments
+
+
+def test_chunks_of_packed_sequences_begin_with_them():
+    record = dataclasses.replace(abstract(1, tokens=300), cu_seqlens=jnp.array(PACKED, jnp.int32))
+    table = np.asarray(chunk_table(record))
+    count = table[-1, 0]
+    padding = 4 * 6 + 3  # is a sequence of its own, with one chunk
+    assert table[:count].tolist() == [
+        [0, 0, 3, padding],
+        [3, 64, 64, 1 * 4 + 1],
+        [67, 13, 13, 1 * 4 + 2],
+        [80, 64, 64, 2 * 4 + 1],
+        [144, 6, 6, 2 * 4 + 2],
+        [150, 60, 60, 4 * 4 + 3],
+        [210, 64, 64, 5 * 4 + 1],
+        [274, 16, 16, 5 * 4 + 2],
+        [290, 0, 10, padding],
+    ]
+    assert not table[count:-1, 1:3].any()
 
 
 def both_passes(forward, backward, start, *cotangent):
@@ -339,16 +399,27 @@ def test_the_calls_are_traced_for_every_combination_of_optional_arrays(monkeypat
     one_head = {"query": record.query[:, :, :1], "beta": None}
     state_space = one_head | {"dt": record.beta, "skip": jnp.ones((1, 1, 2))}
     transposed = state_space | {"transposed_states": True, "initial_state": record.initial_state.swapaxes(2, 3)}
+    initial_states = {"initial_state": None, "sequence_state": jnp.zeros((2, 2, 128, 64))}
+    packed = initial_states | {"cu_seqlens": jnp.array([0, 20, 70])}
+    packed_fields = (packed, packed | {"decay": channel_decay}, packed | state_space)
     absent_fields = ({}, {"decay": None}, {"initial_state": None}, {"decay": decay}, {"beta": None, "decay": decay})
     channel_fields = ({"decay": channel_decay}, one_head | {"decay": channel_decay})
-    for changes in (*absent_fields, *channel_fields, one_head, state_space, state_space | {"decay": None}, transposed):
+    for changes in (
+        *absent_fields,
+        *channel_fields,
+        *packed_fields,
+        one_head,
+        state_space,
+        state_space | {"decay": None},
+        transposed,
+    ):
         used = dataclasses.replace(record, **changes)
         per_channel = has_decay_per_channel(used)
         forward = channel_forward if per_channel else head_forward
         backward = channel_backward if per_channel else head_backward
         (output, states), residuals, private = jax.eval_shape(functools.partial(forward, config=None), used)
         assert (output.shape, output.dtype, residuals, private) == ((1, 70, 2, 64), jnp.bfloat16, (), None)
-        state_shape = (1, 2, 64, 128) if used.transposed_states else (1, 2, 128, 64)
+        state_shape = (1, 2, 64, 128) if used.transposed_states else final_states_shape(used)
         assert (states.shape, states.dtype) == (state_shape, jnp.float32)
         names = frozenset(name for name in FIELDS if getattr(used, name) is not None)
         start = Pullback(record=used, residuals=(), output=None, cotangent=None, grad_fields=names)

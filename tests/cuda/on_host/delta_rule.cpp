@@ -14,9 +14,14 @@
 namespace ejkernel::delta_rule {
 namespace {
 
+// The table of a packed row's chunks, their number and that of its sequences.
+const Chunk* table = nullptr;
+int table_chunks = 0, table_sequences = 0;
+
 struct Sizes {
   int batch, tokens, heads, query_heads, key_heads, value_heads, values, slices, segments;
-  int chunks() const { return (tokens + kChunkTokens - 1) / kChunkTokens; }
+  int chunks() const { return table ? table_chunks : (tokens + kChunkTokens - 1) / kChunkTokens; }
+  int sequences() const { return table ? table_sequences : batch; }
 };
 
 void describe(TensorMap* map, void* numbers, int batch, int rows, int columns, int tile_bytes, int tile_rows = 64) {
@@ -31,7 +36,8 @@ DeltaCall begin(const Sizes& n, void** a, float scale) {
   DeltaCall call{};
   call.tokens = n.tokens, call.heads = n.heads, call.query_heads = n.query_heads, call.key_heads = n.key_heads;
   call.value_heads = n.value_heads, call.value_dim = n.values, call.chunks = n.chunks(), call.scale = scale;
-  call.segments = n.segments, call.keys = static_cast<const __nv_bfloat16*>(a[1]);
+  call.table = table, call.sequences = n.sequences(), call.segments = n.segments;
+  call.keys = static_cast<const __nv_bfloat16*>(a[1]);
   call.gates = static_cast<const float*>(a[3]), call.beta = static_cast<const float*>(a[4]);
   call.initial_states = static_cast<const float*>(a[5]);
   return call;
@@ -87,6 +93,12 @@ void run_segments(const Sizes& n, DeltaCall* call, const Maps& maps, bool has_de
 }  // namespace
 }  // namespace ejkernel::delta_rule
 
+// Sets the table of the calls after this one: null for rows.
+extern "C" void set_table(const void* chunks, int count, int sequences) {
+  using namespace ejkernel::delta_rule;
+  table = static_cast<const Chunk*>(chunks), table_chunks = count, table_sequences = sequences;
+}
+
 // Each returns what was wrong, or null. Arrays in the order of the handlers, then the sizes.
 extern "C" const char* delta_rule(void** a, const int* sizes, float scale) {
   using namespace ejkernel::delta_rule;
@@ -130,7 +142,7 @@ extern "C" const char* channel_prepare(void** a, const int* sizes, float) {
   device::arrays.clear();
   const int keys = n.heads * kKeyDim, chunks = n.batch * n.heads * n.chunks();
   const PrepareCall call{static_cast<const float*>(a[3]), static_cast<float*>(a[9]), n.tokens, n.chunks(), n.heads,
-                         n.query_heads, n.key_heads};
+                         n.query_heads, n.key_heads, table};
   PrepareMaps maps;
   describe(&maps.query, a[0], n.batch, n.tokens, n.query_heads * kKeyDim, 128);
   describe(&maps.key, a[1], n.batch, n.tokens, n.key_heads * kKeyDim, 128);
@@ -160,6 +172,7 @@ ChannelCall begin_channels(const Sizes& n, void** a, float scale, ChannelMaps* m
   ChannelCall call{};
   call.tokens = n.tokens, call.heads = call.query_heads = call.key_heads = n.heads, call.value_heads = n.value_heads;
   call.value_dim = n.values, call.chunks = n.chunks(), call.segments = n.segments;
+  call.table = table, call.sequences = n.sequences();
   call.scale = scale, call.decay = static_cast<const float*>(a[5]), call.beta = static_cast<const float*>(a[7]);
   call.initial_states = static_cast<const float*>(a[8]);
   describe(&maps->query, a[0], n.batch, n.tokens, keys, 128);
@@ -235,7 +248,7 @@ extern "C" const char* delta_rule_token_gradients(void** a, const int* sizes, fl
   TokenGradientCall call{};
   TokenGradientMaps maps;
   const int keys = n.heads * kKeyDim, values = n.heads * n.values, states = n.batch * n.heads * n.chunks();
-  call.tokens = n.tokens, call.chunks = n.chunks(), call.heads = n.heads, call.scale = scale;
+  call.table = table, call.tokens = n.tokens, call.chunks = n.chunks(), call.heads = n.heads, call.scale = scale;
   call.query_heads = n.query_heads, call.key_heads = n.key_heads, call.value_heads = n.value_heads;
   call.value = static_cast<const __nv_bfloat16*>(a[2]);
   call.gates = static_cast<const float*>(a[8]), call.beta = static_cast<const float*>(a[9]);
@@ -272,7 +285,7 @@ extern "C" const char* delta_rule_group_gradients(void** a, const int* sizes, fl
   GroupGradientCall call{};
   GroupGradientMaps maps;
   const int states = n.batch * n.heads * n.chunks();
-  call.tokens = n.tokens, call.chunks = n.chunks(), call.heads = n.heads, call.scale = scale;
+  call.table = table, call.tokens = n.tokens, call.chunks = n.chunks(), call.heads = n.heads, call.scale = scale;
   call.groups = n.query_heads, call.slices = n.slices, call.value_heads = n.value_heads;
   call.gates = static_cast<const float*>(a[6]), call.factors = static_cast<const float*>(a[7]);
   call.dgates = static_cast<float*>(a[10]), call.dfactors = static_cast<float*>(a[11]);
@@ -307,7 +320,7 @@ extern "C" const char* channel_token_gradients(void** a, const int* sizes, float
   ChannelGradientCall call{};
   ChannelGradientMaps maps;
   const int keys = n.heads * kKeyDim, values = n.heads * n.values, states = n.batch * n.heads * n.chunks();
-  call.batch = n.batch, call.tokens = n.tokens, call.chunks = n.chunks(), call.heads = n.heads, call.scale = scale;
+  call.batch = n.batch, call.table = table, call.tokens = n.tokens, call.chunks = n.chunks(), call.heads = n.heads, call.scale = scale;
   call.query_heads = n.query_heads, call.key_heads = n.key_heads, call.value_heads = n.value_heads;
   call.value = static_cast<const __nv_bfloat16*>(a[2]);
   call.gates = static_cast<const float*>(a[8]), call.beta = static_cast<const float*>(a[9]);

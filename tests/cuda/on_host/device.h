@@ -29,6 +29,7 @@
 
 struct uint2 { uint32_t x, y; };
 struct alignas(16) uint4 { uint32_t x, y, z, w; };
+struct alignas(16) int4 { int x, y, z, w; };
 struct float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 
@@ -210,6 +211,16 @@ inline float __shfl_sync(unsigned, float value, int lane) {
   warp.barrier.wait();
   return other;
 }
+inline unsigned __ballot_sync(unsigned, bool own) {
+  device::Warp& warp = device::warp();
+  warp.values[device::current->index % 32][0] = own;
+  warp.barrier.wait();
+  unsigned votes = 0;
+  for (int i = 0; i < 32; ++i) votes |= unsigned(warp.values[i][0] & 1) << i;
+  warp.barrier.wait();
+  return votes;
+}
+inline int __ffs(int x) { return __builtin_ffs(x); }
 inline float __shfl_up_sync(unsigned mask, float value, int lanes) {
   const int lane = device::current->index % 32;
   return __shfl_sync(mask, value, lane < lanes ? lane : lane - lanes);

@@ -28,7 +28,8 @@ struct ChannelLayout {
   static constexpr int kWritesOffset = kStatesOffset + (StoresStates ? 4 * 2 * kStateTileBytes : 0);
   static constexpr int kDecayOffset = kWritesOffset + (StoresStates && Delta ? 4 * kOutputBytes : 0);
   static constexpr int kBetasOffset = kDecayOffset + kStages * kKeyDim * 4;
-  static constexpr int kBarriersOffset = kBetasOffset + (Delta ? kStages * kChunkTokens * 4 : 0);
+  static constexpr int kTokensOffset = kBetasOffset + (Delta ? kStages * kChunkTokens * 4 : 0);
+  static constexpr int kBarriersOffset = kTokensOffset + kStages * 16;
   static constexpr int kWorkOffset = kBarriersOffset + 16 * kStages;
   static constexpr int kSharedMemoryBytes = kWorkOffset + sizeof(Work);
   static_assert(kSharedMemoryBytes <= 227 * 1024, "more shared memory than a block can have");
@@ -50,6 +51,9 @@ struct Block<ChannelLayout<StoresStates, Delta>> {
   __device__ __forceinline__ float* betas(int s) const {
     return reinterpret_cast<float*>(memory + L::kBetasOffset) + s * kChunkTokens;
   }
+  __device__ __forceinline__ StageTokens& tokens(int s) const {
+    return *reinterpret_cast<StageTokens*>(memory + L::kTokensOffset + 16 * s);
+  }
   __device__ __forceinline__ uint32_t loaded_barrier(int s) const { return shared + L::kBarriersOffset + 16 * s; }
   __device__ __forceinline__ uint32_t free_barrier(int s) const { return loaded_barrier(s) + 8; }
 };
@@ -58,21 +62,22 @@ struct Block<ChannelLayout<StoresStates, Delta>> {
 
 template <typename L>
 __device__ __forceinline__ void load_stage(const Block<L>& block, const ChannelCall& call, const ChannelMaps& maps,
-                                           int stage, int chunk) {
+                                           int stage, int chunk_index, const Chunk& chunk) {
   const uint32_t to = block.stage(stage), barrier = block.loaded_barrier(stage);
-  const int key = block.work().head * kKeyDim, token = chunk * kChunkTokens;
-  const int value = block.work().head / (call.heads / call.value_heads) * call.value_dim + block.work().first_value;
-  const int index = (block.work().row * call.heads + block.work().head) * call.chunks + chunk;
+  const Work work = block.work();
+  const int key = work.head * kKeyDim;
+  const int value = work.head / (call.heads / call.value_heads) * call.value_dim + work.first_value;
+  const int index = (work.row * call.heads + work.head) * call.chunks + chunk_index;
   arrive_and_expect(barrier, L::kStageBytes + kKeyDim * 4);
   copy_bulk(shared_address(block.decay(stage)), call.decay + int64_t(index) * kKeyDim, kKeyDim * 4, barrier);
   for (int i = 0; i < 2; ++i) {
     if constexpr (L::kDelta) {
-      copy_tile(to + kDecayedKeyOffset + i * kTileBytes, &maps.decayed_key, key + i * 64, token, block.work().row, barrier);
+      copy_rows(to + kDecayedKeyOffset + i * kTileBytes, &maps.decayed_key, key + i * 64, chunk, work.row, barrier);
     }
-    copy_tile(to + i * kTileBytes, &maps.query, key + i * 64, token, block.work().row, barrier);
-    copy_tile(to + kKeyOffset + i * kTileBytes, &maps.key, key + i * 64, token, block.work().row, barrier);
+    copy_rows(to + i * kTileBytes, &maps.query, key + i * 64, chunk, work.row, barrier);
+    copy_rows(to + kKeyOffset + i * kTileBytes, &maps.key, key + i * 64, chunk, work.row, barrier);
   }
-  copy_tile(to + kValueOffset, &maps.value, value, token, block.work().row, barrier);
+  copy_rows(to + kValueOffset, &maps.value, value, chunk, work.row, barrier);
   if constexpr (L::kDelta) copy_tile(to + kInverseOffset, &maps.inverse, 0, 0, index, barrier);
   copy_tile(to + kScoresOffset, &maps.scores, 0, 0, index, barrier);
 }
@@ -82,26 +87,28 @@ template <bool Reverse, typename L>
 __device__ __forceinline__ void load_channel_stages(const Block<L>& block, const ChannelCall& call,
                                                     const ChannelMaps& maps) {
   const int lane = block.thread % 32;
-  const int64_t base = int64_t(block.work().row) * call.tokens * call.heads + block.work().head;
+  const Work work = block.work();
+  const int64_t base = int64_t(work.row) * call.tokens * call.heads + work.head;
   Ring<L::kStages> ring;
-  const int first = block.work().first, end = block.work().end;
-  for (int step = first; step < end; ++step) {
-    const int chunk = chunk_of_step<Reverse>(call, step);
+  for (int step = work.first; step < work.end; ++step) {
+    const int chunk_index = chunk_of_step<Reverse>(work.chunks, step);
+    const Chunk chunk = chunk_at(call.table, call.tokens, work.row, chunk_index);
     [[maybe_unused]] float betas[2];
     if constexpr (L::kDelta) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int token = chunk * kChunkTokens + lane * 2 + i;
-        betas[i] = token < call.tokens ? __ldg(call.beta + base + int64_t(token) * call.heads) : 0.0f;
+        const int at = lane * 2 + i;
+        betas[i] = at < chunk.tokens ? __ldg(call.beta + base + int64_t(chunk.token + at) * call.heads) : 0.0f;
       }
     }
-    if (step - first >= L::kStages) wait_for_phase(block.free_barrier(ring.index), ring.phase ^ 1);
-    if (lane == 0) load_stage(block, call, maps, ring.index, chunk);
-    if constexpr (L::kDelta) {
-      reinterpret_cast<float2*>(block.betas(ring.index))[lane] = {betas[0], betas[1]};
-      __syncwarp();
-      if (lane == 0) arrive(block.loaded_barrier(ring.index));
+    if (step - work.first >= L::kStages) wait_for_phase(block.free_barrier(ring.index), ring.phase ^ 1);
+    if constexpr (L::kDelta) reinterpret_cast<float2*>(block.betas(ring.index))[lane] = {betas[0], betas[1]};
+    if (lane == 0) {
+      load_stage(block, call, maps, ring.index, chunk_index, chunk);
+      block.tokens(ring.index) = {chunk.token, chunk.rows, chunk.mark};
     }
+    __syncwarp();
+    if (lane == 0) arrive(block.loaded_barrier(ring.index));
     ring.next();
   }
 }
@@ -148,25 +155,27 @@ struct ChannelScanState : ScanState<L, Reverse> {
 // The steps of a block that scans a segment, which all threads of the block call. Without the delta rule the decays of
 // the channels say where it begins; `memory` is shared memory that nothing else uses.
 template <bool Reverse, bool Delta>
-__device__ __forceinline__ StepRange steps_of_channel_segment(const ChannelCall& call, int row, int head, int segment,
-                                                              char* memory) {
-  const int steps = call.segment_steps(), stored = segment * steps, end = min(stored + steps, call.chunks);
-  if (segment == 0) return {0, 0, end};
+__device__ __forceinline__ StepRange steps_of_channel_segment(const ChannelCall& call, int chunks, int row, int head,
+                                                              int segment, char* memory) {
+  StepRange steps = segment_range(call, chunks, segment);
+  if (!continues_sequence<Reverse>(call, chunks, row, steps)) return steps;
   const int64_t row_and_head = int64_t(row) * call.heads + head;
   if constexpr (Delta) {
     const int* const early = call.early_steps + (row_and_head * (call.segments - 1) + segment - 1) * 2;
-    return {stored - max(__ldg(early), __ldg(early + 1)), stored, end};
+    steps.first -= max(__ldg(early), __ldg(early + 1));
+    return steps;
   }
   constexpr int kSteps = 8;
   const int thread = int(threadIdx.x), channel = thread % kKeyDim;
   int* const flags = reinterpret_cast<int*>(memory);
   float product = 1.0f;
-  for (int last = stored; last > 0; last -= kSteps) {
+  for (int last = steps.stored; last > 0; last -= kSteps) {
     float decays[kSteps];
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      const int chunk = chunk_of_step<Reverse>(call, max(last - 1 - i, 0));
+      const int chunk = chunk_of_step<Reverse>(chunks, max(last - 1 - i, 0));
       decays[i] = __ldg(call.decay + (row_and_head * call.chunks + chunk) * kKeyDim + channel);
+      if (begins_sequence<Reverse>(chunk_at(call.table, call.tokens, row, chunk).mark)) decays[i] = 0.0f;
     }
     int needed = kSteps + 1;  // steps after which the channel has vanished
 #pragma unroll
@@ -181,9 +190,13 @@ __device__ __forceinline__ StepRange steps_of_channel_segment(const ChannelCall&
     __syncthreads();
     for (int i = 0; i < kChannelThreads / 32; ++i) needed = max(needed, flags[i]);
     __syncthreads();
-    if (needed <= kSteps) return {max(last - needed, 0), stored, end};
+    if (needed <= kSteps) {
+      steps.first = max(last - needed, 0);
+      return steps;
+    }
   }
-  return {0, stored, end};
+  steps.first = 0;
+  return steps;
 }
 
 // Runs the roles of a block; `State` has the state's.
@@ -193,13 +206,15 @@ __device__ __forceinline__ void run_channel_block(const ChannelCall& call, const
   const int segment = int(blockIdx.x) / value_blocks % call.segments;
   const int row_and_head = int(blockIdx.x) / value_blocks / call.segments;
   const int row = row_and_head / call.heads, head = row_and_head % call.heads;
+  const int chunks = count_chunks(call);
   const StepRange steps =
-      steps_of_channel_segment<Reverse, L::kDelta>(call, row, head, segment, memory + L::kDecayOffset);
+      steps_of_channel_segment<Reverse, L::kDelta>(call, chunks, row, head, segment, memory + L::kDecayOffset);
+  if (steps.first >= steps.end) return;
   const Block<L> block{shared_address(memory), memory, int(threadIdx.x)};
   if (threadIdx.x == 0) {
-    block.work() = {steps, head, row, first_value};
+    block.work() = {steps, head, row, first_value, chunks};
     for (int i = 0; i < L::kStages; ++i) {
-      start_barrier(block.loaded_barrier(i), L::kDelta ? 2 : 1), start_barrier(block.free_barrier(i), 4);
+      start_barrier(block.loaded_barrier(i), 2), start_barrier(block.free_barrier(i), 4);
     }
     publish_barriers();
   }

@@ -21,13 +21,16 @@ ffi::Error launch_prepare(cudaStream_t stream, const PrepareCall& call, const Pr
 }
 
 // Results: q E, k F and k E [B, T, H, K], A and T [B, H, chunks, 64, 64], E of the chunks' last tokens [B, H, chunks, K].
-ffi::Error channel_prepare(cudaStream_t stream, Bf16 query, Bf16 key, F32 gates, F32 beta,
+ffi::Error channel_prepare(cudaStream_t stream, Bf16 query, Bf16 key, F32 gates, F32 beta, S32 table,
                            ffi::Result<Bf16> decayed_query, ffi::Result<Bf16> key_to_end, ffi::Result<Bf16> decayed_key,
                            ffi::Result<Bf16> scores, ffi::Result<Bf16> inverse, ffi::Result<F32> decay) {
   if (decayed_query->element_count() == 0) return ffi::Error::Success();
   const auto q = query.dimensions(), k = key.dimensions(), g = gates.dimensions();
   if (q.size() != 4 || k.size() != 4 || g.size() != 4) return kErrors.invalid_shapes();
-  const int64_t batch = g[0], tokens = g[1], heads = g[2], chunks = (tokens + kChunkTokens - 1) / kChunkTokens;
+  const int64_t batch = g[0], tokens = g[1], heads = g[2];
+  PrepareCall call{};
+  if (!set_chunks(&call, table, batch, tokens)) return kErrors.invalid_shapes();
+  const int64_t chunks = call.chunks;
   const int64_t state_count = batch * heads * chunks, pairs = state_count * kChunkTokens * kChunkTokens;
   const bool has_delta = beta.element_count() != 0;
   const auto belongs = [=](const auto& x) {
@@ -39,8 +42,8 @@ ffi::Error channel_prepare(cudaStream_t stream, Bf16 query, Bf16 key, F32 gates,
       count(*inverse) != (has_delta ? pairs : 0) || count(*decay) != state_count * kKeyDim) {
     return kErrors.invalid_shapes();
   }
-  const PrepareCall call{data_or_null(beta), decay->typed_data(), int(tokens), int(chunks), int(heads), int(q[2]),
-                         int(k[2])};
+  call.beta = data_or_null(beta), call.decay = decay->typed_data();
+  call.heads = int(heads), call.query_heads = int(q[2]), call.key_heads = int(k[2]);
   PrepareMaps maps;
   const Tile loaded = {64, kChunkTokens, CU_TENSOR_MAP_SWIZZLE_128B}, stored = {64, 16, CU_TENSOR_MAP_SWIZZLE_128B};
   const Size all_keys = {heads * kKeyDim, tokens, batch}, all_pairs = {kChunkTokens, kChunkTokens, state_count};
@@ -48,14 +51,17 @@ ffi::Error channel_prepare(cudaStream_t stream, Bf16 query, Bf16 key, F32 gates,
   const auto add = [&message](TensorMap* map, const void* data, const Size& size, const Tile& tile) {
     if (!message) message = encode(map, data, size, tile);
   };
-  add(&maps.query, query.untyped_data(), {q[2] * kKeyDim, tokens, batch}, loaded);
-  add(&maps.key, key.untyped_data(), {k[2] * kKeyDim, tokens, batch}, loaded);
-  add(&maps.gates, gates.untyped_data(), {2 * all_keys.columns, tokens, batch},
+  const auto add_tokens = [&message](TensorMap* map, const void* data, const Size& size, const Tile& tile) {
+    if (!message) message = encode_tokens(map, data, size, tile);
+  };
+  add_tokens(&maps.query, query.untyped_data(), {q[2] * kKeyDim, tokens, batch}, loaded);
+  add_tokens(&maps.key, key.untyped_data(), {k[2] * kKeyDim, tokens, batch}, loaded);
+  add_tokens(&maps.gates, gates.untyped_data(), {2 * all_keys.columns, tokens, batch},
       {2 * kKeyDim, kChunkTokens, CU_TENSOR_MAP_SWIZZLE_NONE});
-  add(&maps.decayed_query, decayed_query->untyped_data(), all_keys, stored);
-  add(&maps.key_to_end, key_to_end->untyped_data(), all_keys, stored);
+  add_tokens(&maps.decayed_query, decayed_query->untyped_data(), all_keys, stored);
+  add_tokens(&maps.key_to_end, key_to_end->untyped_data(), all_keys, stored);
   add(&maps.scores, scores->untyped_data(), all_pairs, stored);
-  if (has_delta) add(&maps.decayed_key, decayed_key->untyped_data(), all_keys, stored);
+  if (has_delta) add_tokens(&maps.decayed_key, decayed_key->untyped_data(), all_keys, stored);
   if (has_delta) add(&maps.inverse, inverse->untyped_data(), all_pairs, stored);
   if (message) return kErrors.internal("tensor map", message);
   return has_delta ? launch_prepare<true>(stream, call, maps, batch) : launch_prepare<false>(stream, call, maps, batch);
@@ -67,6 +73,7 @@ struct Inputs {
   const F32& decay;
   const Bf16& value;
   const F32 &beta, &initial;
+  const S32& table;
 };
 
 // Describes a scan. Returns false if the shapes do not belong together.
@@ -74,21 +81,20 @@ bool describe_call(ChannelCall* call, const Inputs& in, F32& final, float scale,
   const auto q = in.decayed_query.dimensions(), v = in.value.dimensions(), f = final.dimensions();
   if (q.size() != 4 || v.size() != 4 || f.size() != 4) return false;
   const int64_t batch = q[0], tokens = q[1], heads = q[2], values = v[3];
-  const int64_t chunks = (tokens + kChunkTokens - 1) / kChunkTokens, chunk_heads = batch * heads * chunks;
+  if (!set_chunks(call, in.table, batch, tokens)) return false;
+  const int64_t chunk_heads = batch * heads * call->chunks;
   const int64_t keys = batch * tokens * heads * kKeyDim, pairs = chunk_heads * kChunkTokens * kChunkTokens;
   const bool has_delta = in.beta.element_count() != 0;
   if (q[3] != kKeyDim || v[0] != batch || v[1] != tokens || v[2] <= 0 || heads % v[2] || values % kBlockValues ||
-      f[1] != heads || count(final) != batch * heads * kKeyDim * values || count(in.key_to_end) != keys ||
+      f[1] != heads || (!call->table && f[0] != batch) || count(final) != f[0] * heads * kKeyDim * values || segments < 1 || count(in.key_to_end) != keys ||
       count(in.decayed_key) != (has_delta ? keys : 0) || count(in.scores) != pairs ||
       count(in.inverse) != (has_delta ? pairs : 0) || count(in.decay) != chunk_heads * kKeyDim ||
       (has_delta && count(in.beta) != batch * tokens * heads) ||
       (in.initial.element_count() != 0 && count(in.initial) != count(final))) {
     return false;
   }
-  call->tokens = int(tokens), call->chunks = int(chunks), call->heads = int(heads), call->value_dim = int(values);
+  call->heads = int(heads), call->value_dim = int(values), call->sequences = int(f[0]);
   call->segments = segments;
-  // No segment without chunks.
-  if (segments < 1 || (segments - 1) * call->segment_steps() >= call->chunks) return false;
   call->query_heads = call->key_heads = int(heads), call->value_heads = int(v[2]), call->scale = scale;
   call->decay = in.decay.typed_data(), call->beta = data_or_null(in.beta);
   call->initial_states = data_or_null(in.initial), call->final_states = final.typed_data();
@@ -107,16 +113,24 @@ const char* encode_maps(ChannelMaps* maps, const ChannelCall& call, const Inputs
   const auto add = [&message](TensorMap* map, const auto& array, const Size& size, const Tile& tile) {
     if (!message) message = encode(map, array.untyped_data(), size, tile);
   };
-  add(&maps->query, in.decayed_query, keys, loaded), add(&maps->key, in.key_to_end, keys, loaded);
-  add(&maps->value, in.value, {int64_t(call.value_heads) * call.value_dim, tokens, batch}, loaded);
+  const auto add_tokens = [&message](TensorMap* map, const auto& array, const Size& size, const Tile& tile) {
+    if (!message) message = encode_tokens(map, array.untyped_data(), size, tile);
+  };
+  add_tokens(&maps->query, in.decayed_query, keys, loaded), add_tokens(&maps->key, in.key_to_end, keys, loaded);
+  add_tokens(&maps->value, in.value, {int64_t(call.value_heads) * call.value_dim, tokens, batch}, loaded);
   add(&maps->scores, in.scores, pairs, loaded);
-  if (call.beta) add(&maps->inverse, in.inverse, pairs, loaded), add(&maps->decayed_key, in.decayed_key, keys, loaded);
-  if (output) add(&maps->output, *output, values, rows);
-  if (writes) add(&maps->writes, *writes, values, rows);
+  if (call.beta) add(&maps->inverse, in.inverse, pairs, loaded), add_tokens(&maps->decayed_key, in.decayed_key, keys, loaded);
+  if (output) add_tokens(&maps->output, *output, values, rows);
+  if (writes) add_tokens(&maps->writes, *writes, values, rows);
   if (states) {
     add(&maps->states, *states, {kKeyDim, call.value_dim, pairs.batch}, {64, 16, CU_TENSOR_MAP_SWIZZLE_128B});
   }
   return message;
+}
+
+// Whether states are those before all chunks.
+bool has_states_shape(const ChannelCall& call, const Inputs& in, const Bf16& states) {
+  return count(states) == in.decayed_query.dimensions()[0] * call.heads * call.chunks * kKeyDim * call.value_dim;
 }
 
 int64_t output_size(const ChannelCall& call, const Inputs& in) {
@@ -162,17 +176,17 @@ ffi::Error launch_reverse(cudaStream_t stream, const ChannelCall& call, const Ch
 }
 
 ffi::Error channel_scan(cudaStream_t stream, Bf16 decayed_query, Bf16 key_to_end, Bf16 decayed_key, Bf16 scores,
-                        Bf16 inverse, F32 decay, Bf16 value, F32 beta, F32 initial, ffi::Result<Bf16> output,
+                        Bf16 inverse, F32 decay, Bf16 value, F32 beta, F32 initial, S32 table, ffi::Result<Bf16> output,
                         ffi::Result<F32> final, ffi::Result<Bf16> writes, ffi::Result<Bf16> states,
                         ffi::Result<S32> early_steps, float scale, int segments) {
   if (output->element_count() == 0) return ffi::Error::Success();
-  const Inputs in{decayed_query, key_to_end, decayed_key, scores, inverse, decay, value, beta, initial};
+  const Inputs in{decayed_query, key_to_end, decayed_key, scores, inverse, decay, value, beta, initial, table};
   ChannelCall call{};
   if (!describe_call(&call, in, *final, scale, segments)) return kErrors.invalid_shapes();
   const int64_t batch = decayed_query.dimensions()[0];
   const bool stores = states->element_count() != 0;
   if (count(*output) != output_size(call, in) ||
-      (stores && (count(*writes) != (call.beta ? count(*output) : 0) || count(*states) != count(*final) * call.chunks))) {
+      (stores && (count(*writes) != (call.beta ? count(*output) : 0) || !has_states_shape(call, in, *states)))) {
     return kErrors.invalid_shapes();
   }
   ChannelMaps maps;
@@ -188,14 +202,14 @@ ffi::Error channel_scan(cudaStream_t stream, Bf16 decayed_query, Bf16 key_to_end
 
 // The reverse scan: the output's gradient has the place of the values, and the final states' that of the first ones.
 ffi::Error channel_scan_reverse(cudaStream_t stream, Bf16 decayed_query, Bf16 key_to_end, Bf16 decayed_key, Bf16 scores,
-                                Bf16 inverse, F32 decay, Bf16 cotangent, F32 beta, F32 final_cotangent,
+                                Bf16 inverse, F32 decay, Bf16 cotangent, F32 beta, F32 final_cotangent, S32 table,
                                 ffi::Result<Bf16> dwrites, ffi::Result<Bf16> dstates, ffi::Result<F32> dinitial,
                                 ffi::Result<S32> early_steps, float scale, int segments) {
   if (dwrites->element_count() == 0) return ffi::Error::Success();
-  const Inputs in{decayed_query, key_to_end, decayed_key, scores, inverse, decay, cotangent, beta, final_cotangent};
+  const Inputs in{decayed_query, key_to_end, decayed_key, scores, inverse, decay, cotangent, beta, final_cotangent, table};
   ChannelCall call{};
   if (!describe_call(&call, in, *dinitial, scale, segments) || count(*dwrites) != output_size(call, in) ||
-      count(*dstates) != count(*dinitial) * call.chunks) {
+      !has_states_shape(call, in, *dstates)) {
     return kErrors.invalid_shapes();
   }
   ChannelMaps maps;

@@ -24,6 +24,7 @@ struct PrepareCall {
   const float* beta;  // [B, T, H]; null without the delta rule
   float* decay;       // [B, H, chunks, K], E of the last token
   int tokens, chunks, heads, query_heads, key_heads;
+  const Chunk* table;  // as in DeltaCall
 };
 
 struct PrepareMaps {
@@ -308,9 +309,10 @@ struct ChannelPairs : Pairs<L> {
     fence_shared_stores();
     __syncwarp();
     if (lane != 0) return;
+    const Chunk span = chunk_at(call.table, call.tokens, block.row, block.chunk);
     for (int i = 0; i < 2; ++i) {
-      store_tile(map, block.head * kKeyDim + i * 64, block.chunk * kChunkTokens + warp * kWarpTokens, block.row,
-                 block.shared + operand + i * kTileBytes + warp * kLevelTileBytes);
+      store_chunk_rows(map, block.head * kKeyDim + i * 64, span, warp * kWarpTokens, block.row,
+                       block.shared + operand + i * kTileBytes + warp * kLevelTileBytes);
     }
   }
 
@@ -359,23 +361,22 @@ __global__ void __launch_bounds__(PrepareLayout<Delta>::kThreads, PrepareLayout<
   const Block<L> block{shared_address(memory), memory, head, row_and_chunk / call.chunks, row_and_chunk % call.chunks,
                        thread};
   const uint32_t barrier = block.shared + L::kBarrier;
-  const int first_token = block.chunk * kChunkTokens;
+  const Chunk span = chunk_at(call.table, call.tokens, block.row, block.chunk);
   if (thread == 0) {
     start_barrier(barrier, 1);
     publish_barriers();
     arrive_and_expect(barrier, 8 * kTileBytes);
     const int query = head / (call.heads / call.query_heads) * kKeyDim;
     const int key = head / (call.heads / call.key_heads) * kKeyDim;
-    copy_tile(block.shared + L::kGates, &maps.gates, 2 * head * kKeyDim, first_token, block.row, barrier);
+    copy_rows(block.shared + L::kGates, &maps.gates, 2 * head * kKeyDim, span, block.row, barrier);
     for (int i = 0; i < 2; ++i) {
-      copy_tile(block.shared + L::kKey + i * kTileBytes, &maps.key, key + i * 64, first_token, block.row, barrier);
-      copy_tile(block.shared + L::kQuery + i * kTileBytes, &maps.query, query + i * 64, first_token, block.row, barrier);
+      copy_rows(block.shared + L::kKey + i * kTileBytes, &maps.key, key + i * 64, span, block.row, barrier);
+      copy_rows(block.shared + L::kQuery + i * kTileBytes, &maps.query, query + i * 64, span, block.row, barrier);
     }
   }
   if (Delta && thread < kChunkTokens) {
-    const int token = first_token + thread;
-    const int64_t at = (int64_t(block.row) * call.tokens + token) * call.heads + head;
-    block.floats(L::kBetas)[thread] = token < call.tokens ? __ldg(call.beta + at) : 0.0f;
+    const int64_t at = (int64_t(block.row) * call.tokens + span.token + thread) * call.heads + head;
+    block.floats(L::kBetas)[thread] = thread < span.tokens ? __ldg(call.beta + at) : 0.0f;
   }
   __syncthreads();
   wait_for_phase(barrier, 0);

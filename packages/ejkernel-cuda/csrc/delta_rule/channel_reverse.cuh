@@ -17,16 +17,18 @@ struct ChannelReverseState : ChannelScanState<L, true> {
       : Base(b, c, m) {}
 
   __device__ __forceinline__ void run() {
-    this->load_state();
+    this->load_segment_state();
     Ring<L::kStages> stage;
-    const int last = chunk_of_step<true>(call, block.work().end - 1);
-    for (int chunk = chunk_of_step<true>(call, block.work().first); chunk >= last; --chunk) {
+    const int last = chunk_of_step<true>(block.work().chunks, block.work().end - 1);
+    for (int chunk = chunk_of_step<true>(block.work().chunks, block.work().first); chunk >= last; --chunk) {
       this->wait_for_stage(stage);
+      const int mark = block.tokens(stage.index).mark;
+      this->begin_chunk(mark);
       step(chunk, stage.index);
+      this->end_chunk(mark);
       stage.next();
     }
     if (lane == 0) wait_for_stores();
-    this->store_final_state();
   }
 
   // Multiplies the pairs of a left operand with a constant.
@@ -90,6 +92,7 @@ struct ChannelReverseState : ChannelScanState<L, true> {
     }
     commit_products();
     this->store_rows(&maps.writes, block.shared + L::kOutputOffset + warp * kOutputBytes, chunk,
+                       block.tokens(stage).token, block.tokens(stage).rows,
                      [&](int i, int j) { return rows[i][j]; });
     wait_for_state<0>(state);
     this->free_stage(stage);

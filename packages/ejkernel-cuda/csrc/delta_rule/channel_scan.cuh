@@ -17,17 +17,19 @@ struct ChannelState : ChannelScanState<L, false> {
   __device__ __forceinline__ ChannelState(const Block<L>& b, const DeltaCall& c, const Maps& m) : Base(b, c, m) {}
 
   __device__ __forceinline__ void run() {
-    this->load_state();
+    this->load_segment_state();
 #pragma unroll
     for (int i = 0; i < 32; ++i) output[i / 4][i % 4] = 0.0f;
     Ring<L::kStages> stage;
     for (int chunk = block.work().first; chunk < block.work().end; ++chunk) {
       this->wait_for_stage(stage);
+      const int mark = block.tokens(stage.index).mark;
+      this->begin_chunk(mark);
       step(chunk, stage.index);
+      this->end_chunk(mark);
       stage.next();
     }
     if (lane == 0) wait_for_stores();
-    this->store_final_state();
   }
 
   // What tokens write with the delta rule, before the inverse: beta (V - S k E).
@@ -93,10 +95,12 @@ struct ChannelState : ChannelScanState<L, false> {
     commit_products();
     if constexpr (L::kStoresStates && L::kDelta) {
       this->store_rows(&maps.writes, block.shared + L::kWritesOffset + warp * kOutputBytes, chunk,
+                       block.tokens(stage).token, block.tokens(stage).rows,
                        [&](int i, int j) { return writes[i][j]; });
     }
     wait_for_products<1>(output);
-    this->store_rows(&maps.output, block.shared + L::kOutputOffset + warp * kOutputBytes, chunk, [&](int i, int j) {
+    this->store_rows(&maps.output, block.shared + L::kOutputOffset + warp * kOutputBytes, chunk,
+                     block.tokens(stage).token, block.tokens(stage).rows, [&](int i, int j) {
       const int tile = 2 * i + j / 2, pair = j % 2 * 2;
       return pack(output[tile][pair] * call.scale, output[tile][pair + 1] * call.scale);
     });

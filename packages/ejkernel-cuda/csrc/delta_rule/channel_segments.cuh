@@ -25,6 +25,19 @@ struct TransitionLayout : ChannelLayout<false, true> {
 template <>
 struct Block<TransitionLayout> : Block<ChannelLayout<false, true>> {};
 
+// The number of steps of a sequence before the step `end`, which continues it. A warp looks at 32 chunks at once.
+template <bool Reverse>
+__device__ __forceinline__ int steps_of_sequence(const DeltaCall& call, int chunks, int row, int end) {
+  const int lane = int(threadIdx.x) % 32;
+  for (int last = end; last > 0 && call.table != nullptr; last -= 32) {
+    const int step = max(last - 1 - lane, 0);
+    const bool begins = begins_sequence<Reverse>(chunk_at(call.table, call.tokens, row, chunk_of_step<Reverse>(chunks, step)).mark);
+    const unsigned found = __ballot_sync(~0u, begins);
+    if (found != 0) return end - last + __ffs(int(found));
+  }
+  return end;
+}
+
 // One warp; loads no step from `*stop` on, which the state's warpgroup sets.
 template <bool Reverse>
 __device__ __forceinline__ void load_transitions(const Block<TransitionLayout>& block, const ChannelCall& call,
@@ -34,12 +47,13 @@ __device__ __forceinline__ void load_transitions(const Block<TransitionLayout>& 
   const int64_t base = int64_t(row) * call.tokens * call.heads + head;
   Ring<L::kStages> ring;
   for (int i = 0; i < end; ++i) {
-    const int chunk = chunk_of_step<Reverse>(call, end - 1 - i), token = chunk * kChunkTokens;
+    const int chunk_index = chunk_of_step<Reverse>(block.work().chunks, block.work().stored - 1 - i);
+    const Chunk chunk = chunk_at(call.table, call.tokens, row, chunk_index);
     float betas[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const int own = token + lane * 2 + j;
-      betas[j] = own < call.tokens ? __ldg(call.beta + base + int64_t(own) * call.heads) : 0.0f;
+      const int at = lane * 2 + j;
+      betas[j] = at < chunk.tokens ? __ldg(call.beta + base + int64_t(chunk.token + at) * call.heads) : 0.0f;
     }
     if (i >= L::kStages) {
       wait_for_phase(block.free_barrier(ring.index), ring.phase ^ 1);
@@ -47,13 +61,13 @@ __device__ __forceinline__ void load_transitions(const Block<TransitionLayout>& 
     }
     if (lane == 0) {
       const uint32_t to = block.stage(ring.index), barrier = block.loaded_barrier(ring.index);
-      const int index = (row * call.heads + head) * call.chunks + chunk;
+      const int index = (row * call.heads + head) * call.chunks + chunk_index;
       arrive_and_expect(barrier, L::kLoadedBytes);
       copy_bulk(shared_address(block.decay(ring.index)), call.decay + int64_t(index) * kKeyDim, kKeyDim * 4, barrier);
       for (int half = 0; half < 2; ++half) {
         const int key = head * kKeyDim + half * 64;
-        copy_tile(to + kKeyOffset + half * kTileBytes, &maps.key, key, token, row, barrier);
-        copy_tile(to + kDecayedKeyOffset + half * kTileBytes, &maps.decayed_key, key, token, row, barrier);
+        copy_rows(to + kKeyOffset + half * kTileBytes, &maps.key, key, chunk, row, barrier);
+        copy_rows(to + kDecayedKeyOffset + half * kTileBytes, &maps.decayed_key, key, chunk, row, barrier);
       }
       copy_tile(to + kInverseOffset, &maps.inverse, 0, 0, index, barrier);
     }
@@ -186,12 +200,16 @@ __global__ void __launch_bounds__(kChannelThreads, 1)
   extern __shared__ __align__(1024) char memory[];
   using L = TransitionLayout;
   const int segment_index = int(blockIdx.x) / 2, row_and_head = segment_index / (call.segments - 1);
-  const int steps = (segment_index % (call.segments - 1) + 1) * call.segment_steps();
+  const int segment = segment_index % (call.segments - 1) + 1, row = row_and_head / call.heads;
+  const int chunks = count_chunks(call);
+  const StepRange range = segment_range(call, chunks, segment);
+  if (!continues_sequence<Reverse>(call, chunks, row, range)) return;
+  const int steps = steps_of_sequence<Reverse>(call, chunks, row, range.stored);
   const Block<L> block{{shared_address(memory), memory, int(threadIdx.x)}};
   volatile int* const stop = reinterpret_cast<volatile int*>(memory + L::kOutputOffset);  // no outputs are stored
   float* const warp_maxima = reinterpret_cast<float*>(memory + L::kOutputOffset + 16);
   if (threadIdx.x == 0) {
-    block.work() = {{0, 0, steps}, row_and_head % call.heads, row_and_head / call.heads, int(blockIdx.x) % 2 * 64};
+    block.work() = {{0, range.stored, steps}, row_and_head % call.heads, row, int(blockIdx.x) % 2 * 64, chunks};
     *stop = steps;
     for (int i = 0; i < L::kStages; ++i) start_barrier(block.loaded_barrier(i), 2), start_barrier(block.free_barrier(i), 4);
     publish_barriers();

@@ -28,6 +28,7 @@ struct ChannelGradientCall {
   __nv_bfloat16* dvalue;       // [B, T, H, V]
   float *dquery, *dkey;        // [B, T, H, K] where heads share queries or keys, else null: maps have them
   float *dgates, *dbeta;       // [B, T, H, K], and [2, B, T, H], the sums over both halves of the channels
+  const Chunk* table;  // as in DeltaCall
   int batch, tokens, chunks, heads, query_heads, key_heads, value_heads;
   float scale;
 };
@@ -66,7 +67,8 @@ struct ChannelGradients {
   const ChannelGradientMaps& maps;
   char* const memory;
   const uint32_t shared;
-  const int thread, warp, lane, t, g, half, head, chunk, row, first_token, first_channel;
+  const int thread, warp, lane, t, g, half, head, chunk, row, first_channel;
+  const Chunk span;  // the chunk's tokens
   float gates[kGradientTokens][2];              // a of the warp's tokens, and of two channels per lane
   float dquery[8][4], reads[8][4], dkey[8][4];  // dQ, W and dU: rows g and g + 8 of the warp's 16
   float betas[2];
@@ -85,15 +87,16 @@ struct ChannelGradients {
         head(blockIdx.x / 2 % c.heads),
         chunk(blockIdx.x / 2 / c.heads % c.chunks),
         row(blockIdx.x / 2 / c.heads / c.chunks),
-        first_token(chunk * kChunkTokens),
-        first_channel(half * kBlockChannels) {}
+        first_channel(half * kBlockChannels),
+        span(chunk_at(c.table, c.tokens, row, chunk)) {}
 
   __device__ __forceinline__ float* floats(int offset) const { return reinterpret_cast<float*>(memory + offset); }
   __device__ __forceinline__ uint32_t barrier(int i) const { return shared + L::kBarriers + 8 * i; }
   __device__ __forceinline__ int64_t token_index(int chunk_row) const {
-    return (int64_t(row) * call.tokens + first_token + chunk_row) * call.heads + head;
+    return (int64_t(row) * call.tokens + span.token + chunk_row) * call.heads + head;
   }
-  __device__ __forceinline__ bool is_token(int chunk_row) const { return first_token + chunk_row < call.tokens; }
+  __device__ __forceinline__ bool is_token(int chunk_row) const { return chunk_row < span.tokens; }
+  __device__ __forceinline__ bool is_stored(int chunk_row) const { return chunk_row < span.rows; }
   // The row of accumulators' element i, and a pair of 16-bit elements in a tile of 64 columns.
   __device__ __forceinline__ int row_of(int i) const { return warp * kGradientTokens + g + i / 2 * 8; }
   __device__ __forceinline__ uint32_t pair_at(int offset, int at, int tile) const {
@@ -127,9 +130,9 @@ struct ChannelGradients {
 
   // ---- loads ----
 
-  __device__ __forceinline__ void load_values(const TensorMap* map, int offset, int column, int at, int batch) const {
+  __device__ __forceinline__ void load_values(const TensorMap* map, int offset, int column) const {
     for (int i = 0; i < V; i += 64) {
-      copy_tile(shared + offset + i / 64 * kTileBytes, map, column + i, at, batch, barrier(0));
+      copy_rows(shared + offset + i / 64 * kTileBytes, map, column + i, span, row, barrier(0));
     }
   }
   __device__ __forceinline__ void load_state(const TensorMap* map, int offset) const {
@@ -141,17 +144,17 @@ struct ChannelGradients {
 
   __device__ __forceinline__ void load_tiles() const {
     arrive_and_expect(barrier(0), (Delta ? 5 : 4) * L::kValueBytes);
-    load_values(&maps.cotangent, L::kCotangent, head * V, first_token, row);
+    load_values(&maps.cotangent, L::kCotangent, head * V);
     const int write_head = Delta ? head : head / (call.heads / call.value_heads);
-    load_values(&maps.writes, L::kWrites, write_head * V, first_token, row);
+    load_values(&maps.writes, L::kWrites, write_head * V);
     load_state(&maps.states, L::kStates);
-    if constexpr (Delta) load_values(&maps.dwrites, L::kDwrites, head * V, first_token, row);
+    if constexpr (Delta) load_values(&maps.dwrites, L::kDwrites, head * V);
     load_state(&maps.dstates, L::kDstates);
     arrive_and_expect(barrier(1), 4 * kTileBytes);
     const int query_head = head / (call.heads / call.query_heads), key_head = head / (call.heads / call.key_heads);
-    copy_tile(shared + L::kGates, &maps.gates, 2 * (head * kKeyDim + first_channel), first_token, row, barrier(1));
-    copy_tile(shared + L::kKey, &maps.key, key_head * kKeyDim + first_channel, first_token, row, barrier(1));
-    copy_tile(shared + L::kQuery, &maps.query, query_head * kKeyDim + first_channel, first_token, row, barrier(1));
+    copy_rows(shared + L::kGates, &maps.gates, 2 * (head * kKeyDim + first_channel), span, row, barrier(1));
+    copy_rows(shared + L::kKey, &maps.key, key_head * kKeyDim + first_channel, span, row, barrier(1));
+    copy_rows(shared + L::kQuery, &maps.query, query_head * kKeyDim + first_channel, span, row, barrier(1));
   }
 
   // ---- the states' part ----
@@ -235,19 +238,18 @@ struct ChannelGradients {
 #pragma unroll 2
     for (int i = 0; i < kChunkTokens / 2 / kRowsAtOnce; ++i) {
       const int at = half * (kChunkTokens / 2) + i * kRowsAtOnce + thread / kLanes;
-      const int64_t token = int64_t(row) * call.tokens + first_token + at;
+      const int64_t token = int64_t(row) * call.tokens + span.token + at;
       const uint4 dy = *reinterpret_cast<const uint4*>(memory + L::kDwrites + column / 8 * kTileBytes +
                                                        swizzled(at * 128 + column % 8 * 16));
-      const bool valid = is_token(at);
       uint4 value = {0, 0, 0, 0};
-      if (valid) value = *reinterpret_cast<const uint4*>(call.value + (token * call.value_heads + value_head) * V + column * 8);
+      if (is_token(at)) value = *reinterpret_cast<const uint4*>(call.value + (token * call.value_heads + value_head) * V + column * 8);
       float sum = product(dy.x, value.x) + product(dy.y, value.y) + (product(dy.z, value.z) + product(dy.w, value.w));
 #pragma unroll
       for (int lanes = 1; lanes < kLanes; lanes *= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
       if (column == 0) floats(L::kStateSums)[at] = sum;
       const float beta = floats(L::kBetas)[at];
       const auto scaled = [beta](uint32_t pair) { return pack(beta * low(pair), beta * high(pair)); };
-      if (valid) {
+      if (is_stored(at)) {
         *reinterpret_cast<uint4*>(call.dvalue + (token * call.heads + head) * V + column * 8) = {
             scaled(dy.x), scaled(dy.y), scaled(dy.z), scaled(dy.w)};
       }
@@ -533,7 +535,7 @@ struct ChannelGradients {
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
       const int at = row_of(2 * h);
-      if (t != 0 || !is_token(at)) continue;
+      if (t != 0 || !is_stored(at)) continue;
       const float of_values = at / (kChunkTokens / 2) == half ? floats(L::kStateSums)[at] : 0.0f;
       call.dbeta[int64_t(half) * call.batch * call.tokens * call.heads + token_index(at)] = of_values - sum;
     }
@@ -546,7 +548,7 @@ struct ChannelGradients {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int at = row_of(2 * h);
-        if (!is_token(at)) continue;
+        if (!is_stored(at)) continue;
         float2* const to = reinterpret_cast<float2*>(array + token_index(at) * kKeyDim + first_channel) + t;
 #pragma unroll
         for (int tile = 0; tile < 8; ++tile) to[tile * 4] = {d[tile][2 * h], d[tile][2 * h + 1]};
@@ -562,8 +564,8 @@ struct ChannelGradients {
     fence_shared_stores();
     __syncwarp();
     if (lane == 0) {
-      store_tile(map, head * kKeyDim + first_channel, first_token + warp * kGradientTokens, row,
-                 shared + offset + warp * kGradientTokens * 128);
+      store_chunk_rows(map, head * kKeyDim + first_channel, span, warp * kGradientTokens, row,
+                       shared + offset + warp * kGradientTokens * 128);
     }
   }
 
@@ -583,7 +585,7 @@ struct ChannelGradients {
       sum += from[i * L::kRowFloats];
       const int at = first + i;
       const bool differentiable = floats(L::kGates)[at * kBlockChannels + channel] * kLog2e >= kMinLog2GateWithGradient;
-      if (is_token(at)) call.dgates[token_index(at) * kKeyDim + first_channel + channel] = differentiable ? sum : 0.0f;
+      if (is_stored(at)) call.dgates[token_index(at) * kKeyDim + first_channel + channel] = differentiable ? sum : 0.0f;
     }
   }
 };

@@ -22,6 +22,7 @@ ffi::Error launch(cudaStream_t stream, Kernel kernel, const DeltaCall& call, con
 struct Inputs {
   const Bf16 &query, &key, &value;
   const F32 &gates, &beta, &initial;
+  const S32& table;
 };
 
 // Describes a scan. Returns false if the shapes do not belong together.
@@ -29,6 +30,7 @@ bool describe_call(DeltaCall* call, const Inputs& in, F32& final, float scale, i
   const auto q = in.query.dimensions(), k = in.key.dimensions(), v = in.value.dimensions(), f = final.dimensions();
   if (q.size() != 4 || k.size() != 4 || v.size() != 4 || f.size() != 4) return false;
   const int64_t batch = q[0], tokens = q[1], heads = f[1], values = v[3], head_tokens = batch * tokens * heads;
+  const bool is_packed = in.table.element_count() != 0;
   const auto divides = [heads](int64_t field_heads) { return field_heads > 0 && heads % field_heads == 0; };
   const auto has_call_shape = [=](const auto& x) { return x[0] == batch && x[1] == tokens && divides(x[2]); };
   if (!has_call_shape(q) || !has_call_shape(k) || !has_call_shape(v) || q[3] != kKeyDim ||
@@ -36,13 +38,12 @@ bool describe_call(DeltaCall* call, const Inputs& in, F32& final, float scale, i
       (in.gates.element_count() != 0 && count(in.gates) != head_tokens) ||
       (in.beta.element_count() != 0 && count(in.beta) != head_tokens) ||
       (in.initial.element_count() != 0 && count(in.initial) != count(final)) ||
-      count(final) != batch * heads * kKeyDim * values || segments < 1) {
+      (!is_packed && f[0] != batch) || count(final) != f[0] * heads * kKeyDim * values || segments < 1 ||
+      !set_chunks(call, in.table, batch, tokens)) {
     return false;
   }
-  call->tokens = int(tokens), call->heads = int(heads), call->value_dim = int(values);
+  call->heads = int(heads), call->value_dim = int(values), call->sequences = int(f[0]), call->segments = segments;
   call->query_heads = int(q[2]), call->key_heads = int(k[2]), call->value_heads = int(v[2]);
-  call->chunks = (call->tokens + kChunkTokens - 1) / kChunkTokens, call->segments = segments;
-  if ((segments - 1) * call->segment_steps() >= call->chunks) return false;  // a segment without chunks
   call->keys = static_cast<const __nv_bfloat16*>(in.key.untyped_data());
   call->gates = data_or_null(in.gates), call->beta = data_or_null(in.beta);
   call->initial_states = data_or_null(in.initial);
@@ -55,23 +56,25 @@ const char* encode_maps(Maps* maps, const DeltaCall& call, const Inputs& in, Bf1
   const int64_t batch = in.query.dimensions()[0], tokens = call.tokens, values = int64_t(call.heads) * call.value_dim;
   const Tile loaded = {64, kChunkTokens, CU_TENSOR_MAP_SWIZZLE_128B};
   const Tile rows = {16, kChunkTokens, CU_TENSOR_MAP_SWIZZLE_NONE};
-  const int64_t state_count = batch * call.heads * call.chunks;
-  const char* message =
-      encode(&maps->query, in.query.untyped_data(), {call.query_heads * kKeyDim, tokens, batch}, loaded);
-  if (!message) {
-    message = encode(&maps->key, in.key.untyped_data(), {call.key_heads * kKeyDim, tokens, batch}, loaded);
-  }
-  if (!message) {
-    message = encode(&maps->value, in.value.untyped_data(),
-                     {int64_t(call.value_heads) * call.value_dim, tokens, batch}, loaded);
-  }
-  if (!message && output) message = encode(&maps->output, output->untyped_data(), {values, tokens, batch}, rows);
-  if (!message && writes) message = encode(&maps->writes, writes->untyped_data(), {values, tokens, batch}, rows);
+  const char* message = nullptr;
+  const auto add = [&](TensorMap* map, const auto& array, int64_t columns, const Tile& tile) {
+    if (!message) message = encode_tokens(map, array.untyped_data(), {columns, tokens, batch}, tile);
+  };
+  add(&maps->query, in.query, call.query_heads * kKeyDim, loaded);
+  add(&maps->key, in.key, call.key_heads * kKeyDim, loaded);
+  add(&maps->value, in.value, int64_t(call.value_heads) * call.value_dim, loaded);
+  if (output) add(&maps->output, *output, values, rows);
+  if (writes) add(&maps->writes, *writes, values, rows);
   if (!message && states) {
-    message = encode(&maps->states, states->untyped_data(), {kKeyDim, call.value_dim, state_count},
+    message = encode(&maps->states, states->untyped_data(), {kKeyDim, call.value_dim, batch * call.heads * call.chunks},
                      {64, 16, CU_TENSOR_MAP_SWIZZLE_128B});
   }
   return message;
+}
+
+// Whether states are those before all chunks.
+bool has_states_shape(const DeltaCall& call, const Inputs& in, const Bf16& states) {
+  return count(states) == in.query.dimensions()[0] * call.heads * call.chunks * kKeyDim * call.value_dim;
 }
 
 int64_t output_size(const DeltaCall& call, const Inputs& in) {
@@ -126,17 +129,17 @@ ffi::Error launch_forward(cudaStream_t stream, const DeltaCall& call, const Maps
 }
 
 ffi::Error delta_rule(cudaStream_t stream, Bf16 query, Bf16 key, Bf16 value, F32 gates, F32 beta, F32 initial,
-                      F32 factors, F32 skip, ffi::Result<Bf16> output, ffi::Result<F32> final, ffi::Result<Bf16> writes,
+                      F32 factors, F32 skip, S32 table, ffi::Result<Bf16> output, ffi::Result<F32> final, ffi::Result<Bf16> writes,
                       ffi::Result<Bf16> states, ffi::Result<F32> part_states, ffi::Result<F32> part_decays,
                       ffi::Result<F32> segment_states, float scale, int segments) {
   if (output->element_count() == 0) return ffi::Error::Success();
-  const Inputs in{query, key, value, gates, beta, initial};
+  const Inputs in{query, key, value, gates, beta, initial, table};
   DeltaCall call{};
   if (!describe_call(&call, in, *final, scale, segments)) return kErrors.invalid_shapes();
   const int64_t batch = query.dimensions()[0];
   const bool stores = states->element_count() != 0, has_delta = call.beta != nullptr;
   if (count(*output) != output_size(call, in) ||
-      (stores && (count(*writes) != (has_delta ? count(*output) : 0) || count(*states) != count(*final) * call.chunks)) ||
+      (stores && (count(*writes) != (has_delta ? count(*output) : 0) || !has_states_shape(call, in, *states))) ||
       !has_factors_and_skip_shapes(call, factors, skip, *output)) {
     return kErrors.invalid_shapes();
   }
@@ -154,15 +157,15 @@ ffi::Error delta_rule(cudaStream_t stream, Bf16 query, Bf16 key, Bf16 value, F32
 
 // The reverse scan: the output's gradient has the place of the values, and the final states' that of the first ones.
 ffi::Error delta_rule_reverse(cudaStream_t stream, Bf16 query, Bf16 key, Bf16 cotangent, F32 gates, F32 beta,
-                              F32 final_cotangent, F32 factors, F32 skip, ffi::Result<Bf16> dwrites,
+                              F32 final_cotangent, F32 factors, F32 skip, S32 table, ffi::Result<Bf16> dwrites,
                               ffi::Result<Bf16> dstates, ffi::Result<F32> dinitial, ffi::Result<F32> part_states,
                               ffi::Result<F32> part_decays, ffi::Result<F32> segment_states, float scale,
                               int segments) {
   if (dwrites->element_count() == 0) return ffi::Error::Success();
-  const Inputs in{query, key, cotangent, gates, beta, final_cotangent};
+  const Inputs in{query, key, cotangent, gates, beta, final_cotangent, table};
   DeltaCall call{};
   if (!describe_call(&call, in, *dinitial, scale, segments) || count(*dwrites) != output_size(call, in) ||
-      count(*dstates) != count(*dinitial) * call.chunks ||
+      !has_states_shape(call, in, *dstates) ||
       !has_factors_and_skip_shapes(call, factors, skip, *dwrites)) {
     return kErrors.invalid_shapes();
   }

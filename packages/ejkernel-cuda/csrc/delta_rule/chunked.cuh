@@ -20,18 +20,21 @@ struct State : ScanState<L, false> {
   __device__ __forceinline__ State(const Block<L>& b, const DeltaCall& c, const Maps& m) : Base(b, c, m) {}
 
   __device__ __forceinline__ void run() {
-    this->load_state();
+    this->load_segment_state();
 #pragma unroll
     for (int i = 0; i < 32; ++i) output[i / 4][i % 4] = 0.0f;
     Ring<L::kStages> stage;
     Ring<kPairSlots> slot;
     for (int chunk = block.work().first; chunk < block.work().end; ++chunk) {
       wait_for_phase(block.stage_full_barrier(stage.index), stage.phase);
+      const int mark = block.tokens(stage.index).mark;
+      this->begin_chunk(mark);
       if constexpr (L::kDelta) {
         step(chunk, stage.index, slot);
       } else {
         step_without_delta(chunk, stage.index, slot);
       }
+      this->end_chunk(mark);
       stage.next(), slot.next();
     }
     if constexpr (L::kDelta) {
@@ -39,7 +42,6 @@ struct State : ScanState<L, false> {
       store_output(block.work().end - 1);
     }
     if (lane == 0) wait_for_stores();
-    this->store_final_state();
   }
 
   __device__ __forceinline__ void step(int chunk, int stage, const Ring<kPairSlots>& slot) {
@@ -57,7 +59,11 @@ struct State : ScanState<L, false> {
     commit_products();
     wait_for_products<1>(output);  // complete before; without this line ptxas waits for all products here
     this->wait_for_buffers();
-    store_output(chunk - 1);  // of a chunk before the segment's: nothing
+    if (chunk > block.work().first) store_output(chunk - 1);
+    if (lane == 0) {
+      block.work().stored_tokens[warp][0] = block.tokens(stage).token;
+      block.work().stored_tokens[warp][1] = block.tokens(stage).rows;
+    }
     if constexpr (L::kStoresStates) this->store_packed_state(left, chunk);
     fence_products();
 #pragma unroll
@@ -120,7 +126,7 @@ struct State : ScanState<L, false> {
     commit_products();
     if constexpr (L::kStoresStates) {
       this->store_rows(&maps.writes, block.shared + L::kWritesOffset + warp * kOutputBytes, chunk,
-                       [&](int i, int j) { return rows[i][j]; });
+                       block.tokens(stage).token, block.tokens(stage).rows, [&](int i, int j) { return rows[i][j]; });
     }
     wait_for_state<0>(state);
     wait_for_products<0>(output);
@@ -167,7 +173,8 @@ struct State : ScanState<L, false> {
     for (int i = 0; i < 4; ++i) multiply_rows(state, decayed[i], columns + i * (16 * 128 / 16));
     commit_products();
     wait_for_products<1>(output);
-    this->store_rows(&maps.output, block.shared + L::kOutputOffset + warp * kOutputBytes, chunk, [&](int i, int j) {
+    this->store_rows(&maps.output, block.shared + L::kOutputOffset + warp * kOutputBytes, chunk,
+                     block.tokens(stage).token, block.tokens(stage).rows, [&](int i, int j) {
       const int tile = 2 * i + j / 2, pair = j % 2 * 2;
       const float low = __uint_as_float(values[i][j] << 16), high = __uint_as_float(values[i][j] & 0xFFFF0000u);
       return pack(output[tile][pair] * call.scale + skip * low, output[tile][pair + 1] * call.scale + skip * high);
@@ -177,8 +184,11 @@ struct State : ScanState<L, false> {
     if (lane == 0) arrive(block.stage_free_barrier(stage)), arrive(block.slot_free_barrier(slot.index));
   }
 
+  // Stores the output of the chunk of the last step.
   __device__ __forceinline__ void store_output(int chunk) {
-    this->store_rows(&maps.output, block.shared + L::kOutputOffset + warp * kOutputBytes, chunk, [&](int i, int j) {
+    const int* const tokens = block.work().stored_tokens[warp];
+    this->store_rows(&maps.output, block.shared + L::kOutputOffset + warp * kOutputBytes, chunk, tokens[0], tokens[1],
+                     [&](int i, int j) {
       const int tile = 2 * i + j / 2, pair = j % 2 * 2;
       return pack(output[tile][pair] * call.scale, output[tile][pair + 1] * call.scale);
     });

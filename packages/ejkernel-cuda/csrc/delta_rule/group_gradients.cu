@@ -21,7 +21,7 @@ ffi::Error launch(cudaStream_t stream, const GroupGradientCall& call, const Grou
 // [B, T, groups, K] in bfloat16, with several, [B, T, groups * slices, K] in float32. Without gates, factors or a skip
 // these are empty arrays, and so are their gradients; that of a skip is per chunk, [B, chunks, H].
 ffi::Error delta_rule_group_gradients(cudaStream_t stream, Bf16 query, Bf16 key, Bf16 value, Bf16 cotangent,
-                                      Bf16 states, Bf16 dstates, F32 gates, F32 factors,
+                                      Bf16 states, Bf16 dstates, F32 gates, F32 factors, S32 table,
                                       ffi::Result<ffi::AnyBuffer> dquery, ffi::Result<ffi::AnyBuffer> dkey,
                                       ffi::Result<F32> dgates, ffi::Result<F32> dfactors, ffi::Result<F32> dskip,
                                       float scale) {
@@ -32,7 +32,9 @@ ffi::Error delta_rule_group_gradients(cudaStream_t stream, Bf16 query, Bf16 key,
     return kErrors.invalid_shapes();
   }
   const int64_t batch = c[0], tokens = c[1], heads = c[2], values = c[3], groups = q[2];
-  const int64_t chunks = (tokens + kChunkTokens - 1) / kChunkTokens, head_tokens = batch * tokens * heads;
+  GroupGradientCall call{};
+  if (!set_chunks(&call, table, batch, tokens)) return kErrors.invalid_shapes();
+  const int64_t chunks = call.chunks, head_tokens = batch * tokens * heads;
   const auto belongs = [=](const auto& x, int64_t channels) {
     return x[0] == batch && x[1] == tokens && x[2] > 0 && heads % x[2] == 0 && x[3] == channels;
   };
@@ -49,13 +51,12 @@ ffi::Error delta_rule_group_gradients(cudaStream_t stream, Bf16 query, Bf16 key,
       !is_absent_or_has_size(*dskip, batch * chunks * heads)) {
     return kErrors.invalid_shapes();
   }
-  GroupGradientCall call{};
   call.gates = data_or_null(gates), call.factors = data_or_null(factors);
   if (d[2] > groups) {
     call.dquery = static_cast<float*>(dquery->untyped_data()), call.dkey = static_cast<float*>(dkey->untyped_data());
   }
   call.dgates = data_or_null(*dgates), call.dfactors = data_or_null(*dfactors), call.dskip = data_or_null(*dskip);
-  call.tokens = int(tokens), call.chunks = int(chunks), call.heads = int(heads), call.groups = int(groups);
+  call.heads = int(heads), call.groups = int(groups);
   call.slices = int(d[2] / groups), call.value_heads = int(v[2]), call.scale = scale;
   GroupGradientMaps maps;
   const Tile loaded = {64, kChunkTokens, CU_TENSOR_MAP_SWIZZLE_128B}, stored = {64, 16, CU_TENSOR_MAP_SWIZZLE_128B};
@@ -64,15 +65,18 @@ ffi::Error delta_rule_group_gradients(cudaStream_t stream, Bf16 query, Bf16 key,
   const auto add = [&message](TensorMap* map, const void* data, const Size& size, const Tile& tile) {
     if (!message) message = encode(map, data, size, tile);
   };
-  add(&maps.query, query.untyped_data(), keys, loaded);
-  add(&maps.key, key.untyped_data(), keys, loaded);
-  add(&maps.value, value.untyped_data(), {v[2] * values, tokens, batch}, loaded);
-  add(&maps.cotangent, cotangent.untyped_data(), {heads * values, tokens, batch}, loaded);
+  const auto add_tokens = [&message](TensorMap* map, const void* data, const Size& size, const Tile& tile) {
+    if (!message) message = encode_tokens(map, data, size, tile);
+  };
+  add_tokens(&maps.query, query.untyped_data(), keys, loaded);
+  add_tokens(&maps.key, key.untyped_data(), keys, loaded);
+  add_tokens(&maps.value, value.untyped_data(), {v[2] * values, tokens, batch}, loaded);
+  add_tokens(&maps.cotangent, cotangent.untyped_data(), {heads * values, tokens, batch}, loaded);
   add(&maps.states, states.untyped_data(), all_states, loaded);
   add(&maps.dstates, dstates.untyped_data(), all_states, loaded);
   if (call.dquery == nullptr) {
-    add(&maps.dquery, dquery->untyped_data(), keys, stored);
-    add(&maps.dkey, dkey->untyped_data(), keys, stored);
+    add_tokens(&maps.dquery, dquery->untyped_data(), keys, stored);
+    add_tokens(&maps.dkey, dkey->untyped_data(), keys, stored);
   }
   if (message) return kErrors.internal("tensor map", message);
   return values == 64 ? launch<64>(stream, call, maps, batch) : launch<128>(stream, call, maps, batch);

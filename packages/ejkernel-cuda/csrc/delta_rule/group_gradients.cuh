@@ -24,6 +24,7 @@ struct GroupGradientCall {
   float *dquery, *dkey;  // [B, T, groups * slices, K] if a group has several slices, else null: maps have them
   float *dgates, *dfactors;  // [B, T, H]
   float* dskip;  // [B, chunks, H], <dO, X>; null without a skip
+  const Chunk* table;  // as in DeltaCall
   int tokens, chunks, heads, groups, slices, value_heads;
   float scale;
 };
@@ -56,7 +57,8 @@ struct GroupBlock {
   const GroupGradientMaps& maps;
   char* const memory;
   const uint32_t shared;
-  const int warp, lane, slice, group, chunk, row, first_token, slice_heads, first_head;
+  const int warp, lane, slice, group, chunk, row, slice_heads, first_head;
+  const Chunk span;  // the chunk's tokens
 
   __device__ __forceinline__ GroupBlock(const GroupGradientCall& c, const GroupGradientMaps& m, char* shared_memory)
       : call(c),
@@ -69,9 +71,9 @@ struct GroupBlock {
         group(blockIdx.x / c.slices % c.groups),
         chunk(blockIdx.x / c.slices / c.groups % c.chunks),
         row(blockIdx.x / c.slices / c.groups / c.chunks),
-        first_token(chunk * kChunkTokens),
         slice_heads(c.heads / c.groups / c.slices),
-        first_head((group * c.slices + slice) * slice_heads) {}
+        first_head((group * c.slices + slice) * slice_heads),
+        span(chunk_at(c.table, c.tokens, row, chunk)) {}
 
   __device__ __forceinline__ uint32_t stage(int s) const { return shared + L::kTiles + s * L::kStageBytes; }
   __device__ __forceinline__ float* numbers(int s) const {
@@ -82,9 +84,10 @@ struct GroupBlock {
   __device__ __forceinline__ uint32_t free_barrier(int s) const { return full_barrier(s) + 8; }
   __device__ __forceinline__ uint32_t summed_barrier(int s) const { return full_barrier(s) + 16; }
   __device__ __forceinline__ int64_t token_index(int chunk_row, int head) const {
-    return (int64_t(row) * call.tokens + first_token + chunk_row) * call.heads + first_head + head;
+    return (int64_t(row) * call.tokens + span.token + chunk_row) * call.heads + first_head + head;
   }
-  __device__ __forceinline__ bool is_token(int chunk_row) const { return first_token + chunk_row < call.tokens; }
+  __device__ __forceinline__ bool is_token(int chunk_row) const { return chunk_row < span.tokens; }
+  __device__ __forceinline__ bool is_stored(int chunk_row) const { return chunk_row < span.rows; }
 
   __device__ __forceinline__ void start_barriers() const {
     start_barrier(tokens_barrier(), 1);
@@ -101,8 +104,8 @@ struct GroupBlock {
     arrive_and_expect(tokens_barrier(), 4 * kTileBytes);
     for (int i = 0; i < 2; ++i) {
       const int column = group * kKeyDim + i * 64;
-      copy_tile(shared + L::kQuery + i * kTileBytes, &maps.query, column, first_token, row, tokens_barrier());
-      copy_tile(shared + L::kKey + i * kTileBytes, &maps.key, column, first_token, row, tokens_barrier());
+      copy_rows(shared + L::kQuery + i * kTileBytes, &maps.query, column, span, row, tokens_barrier());
+      copy_rows(shared + L::kKey + i * kTileBytes, &maps.key, column, span, row, tokens_barrier());
     }
     Ring<L::kStages> ring;
     for (int i = 0; i < slice_heads; ++i) {
@@ -111,8 +114,8 @@ struct GroupBlock {
       if (i >= L::kStages) wait_for_phase(free_barrier(ring.index), ring.phase ^ 1);
       arrive_and_expect(barrier, L::kStageBytes);
       for (int j = 0; j < V / 64; ++j) {
-        copy_tile(to + L::kCotangent + j * kTileBytes, &maps.cotangent, head * V + j * 64, first_token, row, barrier);
-        copy_tile(to + L::kValue + j * kTileBytes, &maps.value, value_head * V + j * 64, first_token, row, barrier);
+        copy_rows(to + L::kCotangent + j * kTileBytes, &maps.cotangent, head * V + j * 64, span, row, barrier);
+        copy_rows(to + L::kValue + j * kTileBytes, &maps.value, value_head * V + j * 64, span, row, barrier);
       }
       const int index = (row * call.heads + head) * call.chunks + chunk;
       for (int j = 0; j < V / 64 * 2; ++j) {
@@ -160,7 +163,7 @@ struct GroupBlock {
   __device__ __forceinline__ void store_sums() const {
     Ring<L::kStages> ring;
     int64_t at = token_index(2 * lane, 0);
-    const int num_tokens = call.tokens - first_token - 2 * lane;
+    const int num_rows = span.rows - 2 * lane, num_tokens = span.tokens - 2 * lane;
     for (int head = 0; head < slice_heads; ++head, ++at) {
       bool has_gradient[2];
 #pragma unroll
@@ -191,7 +194,7 @@ struct GroupBlock {
       const float dgates[2] = {total - (sum - both), total - (sum - own_second)}, dfactors[2] = {keys.x, keys.y};
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        if (i >= num_tokens) continue;
+        if (i >= num_rows) continue;
         if (call.gates != nullptr) call.dgates[at + i * call.heads] = has_gradient[i] ? dgates[i] : 0.0f;
         if (call.factors != nullptr) call.dfactors[at + i * call.heads] = dfactors[i];
       }
@@ -418,8 +421,8 @@ struct GroupGradients {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int at = warp * 16 + g + i * 8;
-        if (!block.is_token(at)) continue;
-        const int64_t token = int64_t(block.row) * call.tokens + block.first_token + at;
+        if (!block.is_stored(at)) continue;
+        const int64_t token = int64_t(block.row) * call.tokens + block.span.token + at;
         float2* const to =
             reinterpret_cast<float2*>(array + (token * call.groups * call.slices + column) * kKeyDim) + t;
 #pragma unroll
@@ -440,8 +443,8 @@ struct GroupGradients {
     __syncwarp();
     if (lane != 0) return;
     for (int i = 0; i < 2; ++i) {
-      store_tile(OfKeys ? &block.maps.dkey : &block.maps.dquery, column * kKeyDim + i * 64,
-                 block.first_token + warp * 16, block.row, tiles + i * kTileBytes + warp * 16 * 128);
+      store_chunk_rows(OfKeys ? &block.maps.dkey : &block.maps.dquery, column * kKeyDim + i * 64, block.span,
+                       warp * 16, block.row, tiles + i * kTileBytes + warp * 16 * 128);
     }
     wait_for_stores();
   }

@@ -30,7 +30,7 @@ constexpr int kTileBytes = kChunkTokens * 128;  // 64 rows of 64 channels
 constexpr int kKeyOffset = 2 * kTileBytes, kValueOffset = 4 * kTileBytes, kStageBytes = 5 * kTileBytes;
 constexpr int kPairSlotBytes = 2 * kTileBytes;
 constexpr int kOutputBytes = kChunkTokens * 32, kStateTileBytes = 16 * 128;  // of a warp; the state has two tiles
-// Values per token, float32, by stage: G, beta, E, beta E, F, and once E of the last token.
+// Values per token, float32, by stage: G, beta, E, beta E, F; once E of the last token, and what the chunk is.
 constexpr int kGateBytes = 5 * 256 + 16;
 constexpr int kScratchRowBytes = 80, kScratchBytes = 16 * kScratchRowBytes;
 
@@ -54,6 +54,24 @@ struct Layout {
   static_assert(kSharedMemoryBytes <= 227 * 1024, "more shared memory than a block can have");
 };
 
+// Of a stage: its chunk's first token, the rows that are stored, and its mark.
+struct StageTokens {
+  int token, rows, mark;
+};
+
+// Copies a chunk's rows of an array [B, T, columns]; those past its tokens are zeros. A map of such an array (handler.cuh)
+// has two dimensions of rows, of which the first ends where a chunk does.
+__device__ __forceinline__ void copy_rows(uint32_t to, const TensorMap* map, int column, const Chunk& chunk, int row,
+                                          uint32_t barrier) {
+  copy_tile(to, map, column, kChunkTokens - chunk.tokens, chunk.token + chunk.tokens, row, barrier);
+}
+
+// Stores some of a chunk's rows, from row `first` on; those past the ones it has are not stored.
+__device__ __forceinline__ void store_chunk_rows(const TensorMap* map, int column, const Chunk& chunk, int first, int row,
+                                                 uint32_t from) {
+  store_tile(map, column, kChunkTokens - chunk.rows + first, chunk.token + chunk.rows, row, from);
+}
+
 template <typename L>
 struct Block {
   uint32_t shared;
@@ -65,6 +83,9 @@ struct Block {
   __device__ __forceinline__ uint32_t slot(int s) const { return shared + L::kPairSlotsOffset + s * kPairSlotBytes; }
   __device__ __forceinline__ const float* gates(int s) const {
     return reinterpret_cast<const float*>(memory + L::kGatesOffset + s * kGateBytes);
+  }
+  __device__ __forceinline__ StageTokens& tokens(int s) const {
+    return *reinterpret_cast<StageTokens*>(memory + L::kGatesOffset + s * kGateBytes + 5 * 256 + 4);
   }
   __device__ __forceinline__ uint32_t stage_full_barrier(int s) const { return shared + L::kBarriersOffset + 16 * s; }
   __device__ __forceinline__ uint32_t stage_free_barrier(int s) const { return stage_full_barrier(s) + 8; }
@@ -114,20 +135,21 @@ __device__ __forceinline__ void transpose_16(uint32_t (&b)[4], const uint32_t (&
 
 template <bool Reverse, typename L>
 __device__ __forceinline__ void load_tiles(const Block<L>& block, const DeltaCall& call, const Maps& maps) {
-  const int query = block.work().head / (call.heads / call.query_heads) * kKeyDim;
-  const int key = block.work().head / (call.heads / call.key_heads) * kKeyDim;
-  const int value = block.work().head / (call.heads / call.value_heads) * call.value_dim + block.work().first_value;
+  const Work work = block.work();
+  const int query = work.head / (call.heads / call.query_heads) * kKeyDim;
+  const int key = work.head / (call.heads / call.key_heads) * kKeyDim;
+  const int value = work.head / (call.heads / call.value_heads) * call.value_dim + work.first_value;
   Ring<L::kStages> ring;
-  for (int step = block.work().first; step < block.work().end; ++step) {
+  for (int step = work.first; step < work.end; ++step) {
     const uint32_t to = block.stage(ring.index), barrier = block.stage_full_barrier(ring.index);
-    if (step - block.work().first >= L::kStages) wait_for_phase(block.stage_free_barrier(ring.index), ring.phase ^ 1);
+    const Chunk chunk = chunk_at(call.table, call.tokens, work.row, chunk_of_step<Reverse>(work.chunks, step));
+    if (step - work.first >= L::kStages) wait_for_phase(block.stage_free_barrier(ring.index), ring.phase ^ 1);
     arrive_and_expect(barrier, kStageBytes);
-    const int token = chunk_of_step<Reverse>(call, step) * kChunkTokens;
-    copy_tile(to + kKeyOffset, &maps.key, key, token, block.work().row, barrier);
-    copy_tile(to + kKeyOffset + kTileBytes, &maps.key, key + 64, token, block.work().row, barrier);
-    copy_tile(to, &maps.query, query, token, block.work().row, barrier);
-    copy_tile(to + kTileBytes, &maps.query, query + 64, token, block.work().row, barrier);
-    copy_tile(to + kValueOffset, &maps.value, value, token, block.work().row, barrier);
+    copy_rows(to + kKeyOffset, &maps.key, key, chunk, work.row, barrier);
+    copy_rows(to + kKeyOffset + kTileBytes, &maps.key, key + 64, chunk, work.row, barrier);
+    copy_rows(to, &maps.query, query, chunk, work.row, barrier);
+    copy_rows(to + kTileBytes, &maps.query, query + 64, chunk, work.row, barrier);
+    copy_rows(to + kValueOffset, &maps.value, value, chunk, work.row, barrier);
     ring.next();
   }
 }
@@ -135,25 +157,28 @@ __device__ __forceinline__ void load_tiles(const Block<L>& block, const DeltaCal
 // One warp; a lane has two tokens.
 template <bool Reverse, typename L>
 __device__ __forceinline__ void load_gates(const Block<L>& block, const DeltaCall& call) {
+  const Work work = block.work();
   const int lane = block.thread % 32;
-  const int64_t base = int64_t(block.work().row) * call.tokens * call.heads + block.work().head;
+  const int64_t base = int64_t(work.row) * call.tokens * call.heads + work.head;
   float gate[2], beta[2];
+  Chunk fetched;
   const auto fetch = [&](int step) {
+    fetched = chunk_at(call.table, call.tokens, work.row, chunk_of_step<Reverse>(work.chunks, step));
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int token = chunk_of_step<Reverse>(call, step) * kChunkTokens + lane * 2 + i;
-      const bool valid = token < call.tokens;
-      const int64_t at = base + int64_t(token) * call.heads;
+      const bool valid = lane * 2 + i < fetched.tokens;
+      const int64_t at = base + int64_t(fetched.token + lane * 2 + i) * call.heads;
       gate[i] = valid && call.gates != nullptr ? __ldg(call.gates + at) : 0.0f;
       beta[i] = !valid ? 0.0f : L::kDelta || call.beta != nullptr ? __ldg(call.beta + at) : 1.0f;
     }
   };
-  fetch(block.work().first);
+  fetch(work.first);
   Ring<L::kStages> ring;
-  for (int step = block.work().first; step < block.work().end; ++step) {
+  for (int step = work.first; step < work.end; ++step) {
     const float first = clamped_log2_gate(gate[0]), both = first + clamped_log2_gate(gate[1]);
     const float2 betas = {beta[0], beta[1]};
-    if (step + 1 < block.work().end) fetch(step + 1);
+    const Chunk chunk = fetched;
+    if (step + 1 < work.end) fetch(step + 1);
     float sum = both;
 #pragma unroll
     for (int lanes = 1; lanes < 32; lanes *= 2) {
@@ -163,7 +188,7 @@ __device__ __forceinline__ void load_gates(const Block<L>& block, const DeltaCal
     const float last = __shfl_sync(~0u, sum, 31);
     const float2 sums = {sum - both + first, sum};
     const float2 decay = {exp2_fast(sums.x), exp2_fast(sums.y)};
-    if (step - block.work().first >= L::kStages) {
+    if (step - work.first >= L::kStages) {
       wait_for_phase(block.stage_free_barrier(ring.index), ring.phase ^ 1);
     }
     float2* const stage_values =
@@ -175,6 +200,7 @@ __device__ __forceinline__ void load_gates(const Block<L>& block, const DeltaCal
     const float2 written = L::kDelta ? float2{1.0f, 1.0f} : betas;
     stage_values[128] = {exp2_fast(last - sums.x) * written.x, exp2_fast(last - sums.y) * written.y};
     if (lane == 31) reinterpret_cast<float*>(stage_values + 129)[0] = decay.y;
+    if (lane == 0) block.tokens(ring.index) = {chunk.token, chunk.rows, chunk.mark};
     __syncwarp();
     if (lane == 0) arrive(block.stage_full_barrier(ring.index));
     ring.next();

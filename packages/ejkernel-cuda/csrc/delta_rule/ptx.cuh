@@ -110,12 +110,32 @@ __device__ __forceinline__ void copy_tile(uint32_t to, const void* map, int colu
       : "memory");
 }
 
+// The same for a four-dimensional array.
+__device__ __forceinline__ void copy_tile(uint32_t to, const void* map, int column, int row, int later_row, int batch,
+                                          uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+      "[%6];" ::"r"(to),
+      "l"(map), "r"(column), "r"(row), "r"(later_row), "r"(batch), "r"(barrier)
+      : "memory");
+}
+
 // Bulk copy of a tile from shared memory, in a group of this thread's stores.
 __device__ __forceinline__ void store_tile(const void* map, int column, int row, int batch, uint32_t from) {
   asm volatile(
       "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3}], [%4];\n"
       "cp.async.bulk.commit_group;" ::"l"(map),
       "r"(column), "r"(row), "r"(batch), "r"(from)
+      : "memory");
+}
+
+// The same for a four-dimensional array.
+__device__ __forceinline__ void store_tile(const void* map, int column, int row, int later_row, int batch,
+                                           uint32_t from) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];\n"
+      "cp.async.bulk.commit_group;" ::"l"(map),
+      "r"(column), "r"(row), "r"(later_row), "r"(batch), "r"(from)
       : "memory");
 }
 

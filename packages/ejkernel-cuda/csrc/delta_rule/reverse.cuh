@@ -20,17 +20,19 @@ struct ReverseState : ScanState<L, true> {
   __device__ __forceinline__ ReverseState(const Block<L>& b, const DeltaCall& c, const Maps& m) : Base(b, c, m) {}
 
   __device__ __forceinline__ void run() {
-    this->load_state();
+    this->load_segment_state();
     Ring<L::kStages> stage;
     Ring<kPairSlots> slot;
-    for (int chunk = chunk_of_step<true>(call, block.work().first);
-         chunk >= chunk_of_step<true>(call, block.work().end - 1); --chunk) {
+    for (int chunk = chunk_of_step<true>(block.work().chunks, block.work().first);
+         chunk >= chunk_of_step<true>(block.work().chunks, block.work().end - 1); --chunk) {
       wait_for_phase(block.stage_full_barrier(stage.index), stage.phase);
+      const int mark = block.tokens(stage.index).mark;
+      this->begin_chunk(mark);
       step(chunk, stage.index, slot);
+      this->end_chunk(mark);
       stage.next(), slot.next();
     }
     if (lane == 0) wait_for_stores();
-    this->store_final_state();
   }
 
   __device__ __forceinline__ void step(int chunk, int stage, const Ring<kPairSlots>& slot) {
@@ -93,7 +95,7 @@ struct ReverseState : ScanState<L, true> {
     commit_products();
     if constexpr (L::kDelta) add_reads_of_keys(state_products, rows, gates, key_rows);
     this->store_rows(&maps.writes, block.shared + L::kWritesOffset + warp * kOutputBytes, chunk,
-                     [&](int i, int j) { return rows[i][j]; });
+                     block.tokens(stage).token, block.tokens(stage).rows, [&](int i, int j) { return rows[i][j]; });
     wait_for_state<0>(state);
     __syncwarp();
     if (lane == 0) arrive(block.stage_free_barrier(stage)), arrive(block.slot_free_barrier(slot.index));

@@ -37,30 +37,43 @@ struct ScanState {
     }
   }
 
-  // The state before a block's first step.
-  __device__ __forceinline__ void load_state() {
+  __device__ __forceinline__ void clear_state() {
 #pragma unroll
     for (int i = 0; i < 64; ++i) state[i / 4][i % 4] = 0.0f;
-    const int first = block.work().first, segment = first / call.segment_steps();
-    const bool has_scanned = first > 0;  // by other blocks, or its decay has vanished
-    const float* const states = has_scanned ? call.segment_states : call.initial_states;
-    const int64_t row = has_scanned ? block.work().row * int64_t(call.segments - 1) + segment - 1 : block.work().row;
-    if (states == nullptr) return;
-    for_each(states, row * call.heads + block.work().head, [](float& element, const float& stored) { element = stored; });
+  }
+
+  // The state before a block's first step, if it is not that of a sequence.
+  __device__ __forceinline__ void load_segment_state() {
+    clear_state();
+    const Work& work = block.work();
+    if (call.segment_states == nullptr || work.first == 0) return;
+    const int segment = work.first / ((work.chunks + call.segments - 1) / call.segments);
+    const int64_t starts = int64_t(work.row) * (call.segments - 1) + segment - 1;
+    for_each(call.segment_states, starts * call.heads + work.head,
+             [](float& element, const float& stored) { element = stored; });
+  }
+
+  // The state before a sequence, where a chunk begins one.
+  __device__ __forceinline__ void begin_chunk(int mark) {
+    if (!begins_sequence<Reverse>(mark)) return;
+    clear_state();
+    if (call.initial_states == nullptr || mark / 4 >= call.sequences) return;
+    for_each(call.initial_states, int64_t(mark / 4) * call.heads + block.work().head,
+             [](float& element, const float& stored) { element = stored; });
+  }
+
+  // Stores the state after a sequence, where a chunk ends one.
+  __device__ __forceinline__ void end_chunk(int mark) {
+    if (!ends_sequence<Reverse>(mark) || mark / 4 >= call.sequences) return;
+    for_each(call.final_states, int64_t(mark / 4) * call.heads + block.work().head,
+             [](float& element, float& stored) { stored = element; });
   }
 
   // Whether the results of a chunk, which the block scans, are its own: in the order of either scan.
   __device__ __forceinline__ bool is_stored(int chunk) const {
     if constexpr (!L::kStartsEarly) return true;
-    const int step = Reverse ? call.chunks - 1 - chunk : chunk;
-    return step >= block.work().stored;
-  }
-
-  // Only the last segment of a row has its final state.
-  __device__ __forceinline__ void store_final_state() {
-    if (block.work().end < call.chunks) return;
-    for_each(call.final_states, int64_t(block.work().row) * call.heads + block.work().head,
-             [](float& element, float& stored) { stored = element; });
+    const Work& work = block.work();
+    return chunk_of_step<Reverse>(work.chunks, chunk) >= work.stored;
   }
 
   // Converts the state to the left operand of products over keys.
@@ -96,10 +109,11 @@ struct ScanState {
     }
   }
 
-  // Stores a warp's 16 value channels of a chunk's tokens by TMA, through `warp_buffer`. `rows(i, j)` are the registers
+  // Stores a warp's 16 value channels of a chunk's tokens, `count` from `token` on, by TMA, through `warp_buffer`. `rows(i, j)` are the registers
   // of such a left operand. The buffer's last store has to have read it.
   template <typename Rows>
-  __device__ __forceinline__ void store_rows(const TensorMap* map, uint32_t warp_buffer, int chunk, Rows rows) {
+  __device__ __forceinline__ void store_rows(const TensorMap* map, uint32_t warp_buffer, int chunk, int token, int count,
+                                             Rows rows) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int token = i * 16 + lane / 16 * 8 + lane % 8;
@@ -110,7 +124,7 @@ struct ScanState {
     __syncwarp();
     if (lane == 0 && is_stored(chunk)) {
       const int column = block.work().head * call.value_dim + block.work().first_value + warp * 16;
-      store_tile(map, column, chunk * kChunkTokens, block.work().row, warp_buffer);
+      store_tile(map, column, kChunkTokens - count, token + count, block.work().row, warp_buffer);
     }
   }
 
@@ -145,8 +159,10 @@ __device__ __forceinline__ void run_block(const DeltaCall& call, const Maps& map
   const int segment = int(blockIdx.x) / value_blocks % call.segments;
   const int row_and_head = int(blockIdx.x) / value_blocks / call.segments;
   const int row = row_and_head / call.heads, head = row_and_head % call.heads;
+  const int chunks = count_chunks(call);
   const StepRange steps = steps_of_segment<Reverse, L::kDelta, kThreads>(
-      call, row, head, segment, reinterpret_cast<float*>(memory + L::kGatesOffset));
+      call, chunks, row, head, segment, reinterpret_cast<float*>(memory + L::kGatesOffset));
+  if (steps.first >= steps.end) return;
   const Block<L> block{shared_address(memory), memory, int(threadIdx.x)};
   // Blocks above the diagonal are zeros, and nothing writes them.
   for (int i = threadIdx.x; i < kPairSlots * kPairSlotBytes / 16; i += kThreads) {
@@ -154,7 +170,7 @@ __device__ __forceinline__ void run_block(const DeltaCall& call, const Maps& map
   }
   fence_shared_stores();
   if (threadIdx.x == 0) {
-    block.work() = {steps, head, row, first_value};
+    block.work() = {steps, head, row, first_value, chunks};
     prefetch_map(&maps.query), prefetch_map(&maps.key), prefetch_map(&maps.value), prefetch_map(&maps.output);
     if constexpr (L::kStoresStates) prefetch_map(&maps.states);
     for (int i = 0; i < L::kStages; ++i) start_barrier(block.stage_full_barrier(i), 2),

@@ -1,7 +1,8 @@
 // The states before the segments of a long row, without the delta rule. A block sums up what the tokens of a part of a
 // segment write, S^T = sum (F X^T) K, or in the reverse scan sum scale (E dO^T) Q, from zeros to the part's end; a
 // second kernel adds up parts, each times the decay from its end to the segment's, and passes the sums on from segment
-// to segment. A part whose decay has vanished there is not summed up, so with gates most blocks end at once.
+// to segment. Parts begin
+// sequences with their states. A part whose decay has vanished there is not summed up, so with gates most blocks end at once.
 #pragma once
 
 #include "delta_rule/scan.cuh"
@@ -34,13 +35,13 @@ struct PartState : ScanState<SegmentLayout, Reverse> {
   __device__ __forceinline__ PartState(const Block<L>& b, const DeltaCall& c, const Maps& m) : Base(b, c, m) {}
 
   __device__ __forceinline__ void run() {
-#pragma unroll
-    for (int i = 0; i < 64; ++i) state[i / 4][i % 4] = 0.0f;
+    this->clear_state();
     Ring<L::kStages> stage;
     for (int step = block.work().first; step < block.work().end; ++step) {
       wait_for_phase(block.stage_full_barrier(stage.index), stage.phase);
       const uint32_t tiles = block.shared + stage.index * L::kStageBytes;
       const float* const gates = block.gates(stage.index);
+      this->begin_chunk(block.tokens(stage.index).mark);
       uint32_t values[4][4], decayed[4][4];
       this->load_values(values, tiles + 2 * kTileBytes - kValueOffset);
       this->multiply_values(decayed, values, gates + (Reverse ? 128 : 256) + t * 2, Reverse ? call.scale : 1.0f);
@@ -63,19 +64,20 @@ struct PartState : ScanState<SegmentLayout, Reverse> {
 template <bool Reverse>
 __device__ __forceinline__ void load_part(const Block<SegmentLayout>& block, const DeltaCall& call, const Maps& maps) {
   using L = SegmentLayout;
+  const Work work = block.work();
   const int heads = Reverse ? call.query_heads : call.key_heads;
-  const int rows = block.work().head / (call.heads / heads) * kKeyDim;
-  const int value = block.work().head / (call.heads / call.value_heads) * call.value_dim + block.work().first_value;
+  const int rows = work.head / (call.heads / heads) * kKeyDim;
+  const int value = work.head / (call.heads / call.value_heads) * call.value_dim + work.first_value;
   Ring<L::kStages> ring;
-  for (int step = block.work().first; step < block.work().end; ++step) {
+  for (int step = work.first; step < work.end; ++step) {
     const uint32_t to = block.shared + ring.index * L::kStageBytes, barrier = block.stage_full_barrier(ring.index);
-    if (step - block.work().first >= L::kStages) wait_for_phase(block.stage_free_barrier(ring.index), ring.phase ^ 1);
+    const Chunk chunk = chunk_at(call.table, call.tokens, work.row, chunk_of_step<Reverse>(work.chunks, step));
+    if (step - work.first >= L::kStages) wait_for_phase(block.stage_free_barrier(ring.index), ring.phase ^ 1);
     arrive_and_expect(barrier, L::kStageBytes);
-    const int token = chunk_of_step<Reverse>(call, step) * kChunkTokens;
     for (int i = 0; i < 2; ++i) {
-      copy_tile(to + i * kTileBytes, Reverse ? &maps.query : &maps.key, rows + i * 64, token, block.work().row, barrier);
+      copy_rows(to + i * kTileBytes, Reverse ? &maps.query : &maps.key, rows + i * 64, chunk, work.row, barrier);
     }
-    copy_tile(to + 2 * kTileBytes, &maps.value, value, token, block.work().row, barrier);
+    copy_rows(to + 2 * kTileBytes, &maps.value, value, chunk, work.row, barrier);
     ring.next();
   }
 }
@@ -91,14 +93,14 @@ __global__ void __launch_bounds__(kSegmentThreads, 2)
   const int part = parts % kSegmentParts, segment_index = parts / kSegmentParts;
   const int segment = segment_index % (call.segments - 1), row_and_head = segment_index / (call.segments - 1);
   const int row = row_and_head / call.heads, head = row_and_head % call.heads;
-  const int steps = call.segment_steps(), part_steps = (steps + kSegmentParts - 1) / kSegmentParts;
-  const int end = (segment + 1) * steps, part_begin = min(segment * steps + part * part_steps, end);
-  const int part_end = min(part_begin + part_steps, end);
+  const int chunks = count_chunks(call);
+  const StepRange steps = segment_range(call, chunks, segment);
+  const int part_steps = (steps.end - steps.first + kSegmentParts - 1) / kSegmentParts, end = steps.end;
+  const int part_begin = min(steps.first + part * part_steps, end), part_end = min(part_begin + part_steps, end);
   float* const sums = reinterpret_cast<float*>(memory + L::kSumsOffset);
   float log2_decay = 0.0f;
   const auto look_back_to = [&](int begin, int from) {
-    if (call.gates == nullptr) return begin;
-    return look_back<Reverse, false, kSegmentThreads, 4>(call, row, head, sums, begin, from, log2_decay);
+    return look_back<Reverse, false, kSegmentThreads, 4>(call, chunks, row, head, sums, begin, from, log2_decay);
   };
   const auto decay = [&] { return log2_decay < kVanishedLog2 ? 0.0f : exp2_fast(log2_decay); };
   look_back_to(part_end, end);
@@ -113,7 +115,7 @@ __global__ void __launch_bounds__(kSegmentThreads, 2)
   if (threadIdx.x == 0 && part == 0) decays[kSegmentParts] = decay();
   const Block<L> block{shared_address(memory), memory, int(threadIdx.x)};
   if (threadIdx.x == 0) {
-    block.work() = {{first, first, part_end}, head, row, first_value};
+    block.work() = {{first, first, part_end}, head, row, first_value, chunks};
     for (int i = 0; i < L::kStages; ++i) {
       start_barrier(block.stage_full_barrier(i), 2), start_barrier(block.stage_free_barrier(i), 4);
     }
@@ -141,7 +143,6 @@ __global__ void __launch_bounds__(kFoldThreads) fold_segments_kernel(const Segme
     return __ldg(reinterpret_cast<const float4*>(states) + index * pieces + piece);
   };
   float4 sum{0.0f, 0.0f, 0.0f, 0.0f};
-  if (call.initial_states != nullptr) sum = load(call.initial_states, row_and_head);
   const auto add = [&sum](float factor, const float4& x) {
     sum.x += factor * x.x, sum.y += factor * x.y, sum.z += factor * x.z, sum.w += factor * x.w;
   };

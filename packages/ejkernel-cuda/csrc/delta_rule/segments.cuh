@@ -21,19 +21,49 @@ constexpr int kChunkTokens = 64, kKeyDim = 128, kBlockValues = 64;
 constexpr float kMinLog2Gate = -150.0f;  // powers of two, in which exp2 is 0
 constexpr float kVanishedLog2 = -126.0f, kSmallestNormal = 1.17549435e-38f;  // float32's smallest normal number
 
+// A chunk of a packed row, whose sequences begin with a chunk of their own. Those of padding tokens have no tokens, and
+// zeros are stored for their rows. `mark` is the sequence, times 4, and whether the chunk is its first (1) and its last
+// (2) one; the sequence of padding is the number of sequences.
+struct alignas(16) Chunk {
+  int token, tokens, rows, mark;
+};
+
 struct DeltaCall {
   const float* gates;    // [B, T, H], log gates; null without gates
   const float* beta;     // [B, T, H]; without the delta rule, factors on what tokens write, or null
   const float* skip;     // [H], factors on what tokens' own values add to outputs; not with the delta rule; or null
-  const float* initial_states;  // [B, H, K, V]; null for zeros. Of the reverse scan, gradients of the final states
-  float* final_states;          // [B, H, K, V]
+  const float* initial_states;  // [sequences, H, K, V]; null for zeros. Of the reverse scan, gradients of the final states
+  float* final_states;          // [sequences, H, K, V]
   const float* segment_states;  // [B, segments - 1, H, K, V], before all but the first segment; null with the delta rule
   const __nv_bfloat16* keys;    // [B, T, key heads, K]
-  int tokens, chunks, heads, query_heads, key_heads, value_heads, value_dim, segments;
+  const Chunk* table;           // [chunks + 1] of a packed row, and the number of its chunks; null for rows
+  int tokens, chunks, heads, query_heads, key_heads, value_heads, value_dim, segments, sequences;
   float scale;
-
-  __host__ __device__ int segment_steps() const { return (chunks + segments - 1) / segments; }
 };
+
+// A chunk of a row, or of a packed one.
+__device__ __forceinline__ Chunk chunk_at(const Chunk* table, int tokens, int row, int chunk) {
+  if (table != nullptr) {
+    const int4 entry = __ldg(reinterpret_cast<const int4*>(table + chunk));
+    return {entry.x, entry.y, entry.z, entry.w};
+  }
+  const int token = chunk * kChunkTokens, rows = min(kChunkTokens, tokens - token);
+  return {token, rows, rows, row * 4 + (chunk == 0) + 2 * (token + kChunkTokens >= tokens)};
+}
+
+__device__ __forceinline__ int count_chunks(const DeltaCall& call) {
+  return call.table == nullptr ? call.chunks : __ldg(&call.table[call.chunks].token);
+}
+
+// Whether a chunk is the first or the last one of its sequence, in the order of a scan.
+template <bool Reverse>
+__device__ __forceinline__ bool begins_sequence(int mark) {
+  return mark & (Reverse ? 2 : 1);
+}
+template <bool Reverse>
+__device__ __forceinline__ bool ends_sequence(int mark) {
+  return begins_sequence<!Reverse>(mark);
+}
 
 // Steps of a scan, one a chunk: those of a block, which stores nothing before `stored`.
 struct StepRange {
@@ -42,13 +72,14 @@ struct StepRange {
 
 // What a block scans. It is in shared memory, since the state's threads have no registers to spare.
 struct Work : StepRange {
-  int head, row, first_value;
+  int head, row, first_value, chunks;
+  int stored_tokens[4][2];  // of each of the state's warps, the first token and the rows whose output it stores next
 };
 
 // The chunk of a scan's step.
 template <bool Reverse>
-__device__ __forceinline__ int chunk_of_step(const DeltaCall& call, int step) {
-  return Reverse ? call.chunks - 1 - step : step;
+__device__ __forceinline__ int chunk_of_step(int chunks, int step) {
+  return Reverse ? chunks - 1 - step : step;
 }
 
 // A log gate in powers of two, so that sums are finite. NaN stays NaN.
@@ -58,12 +89,12 @@ __device__ __forceinline__ float clamped_log2_gate(float gate) {
 }
 
 // The sum of a chunk's log2 gates, of which each lane returns its own part.
-__device__ __forceinline__ float lane_log2_decay(const DeltaCall& call, int row, int head, int chunk) {
+__device__ __forceinline__ float lane_log2_decay(const DeltaCall& call, int row, int head, const Chunk& chunk) {
   float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int token = chunk * kChunkTokens + i * 32 + int(threadIdx.x) % 32;
-    if (token >= call.tokens) continue;
+    const int at = i * 32 + int(threadIdx.x) % 32, token = chunk.token + at;
+    if (at >= chunk.tokens || call.gates == nullptr) continue;
     sum += clamped_log2_gate(__ldg(call.gates + (int64_t(row) * call.tokens + token) * call.heads + head));
   }
   return sum;
@@ -71,14 +102,14 @@ __device__ __forceinline__ float lane_log2_decay(const DeltaCall& call, int row,
 
 // How much a chunk's tokens can make a state grow beside their gates: the norm of I - beta k k^T is at most 1, or
 // |1 - beta <k, k>|. Each lane returns its own part of the sum of log2 norms; four lanes have a token.
-__device__ __forceinline__ float lane_log2_growth(const DeltaCall& call, int row, int head, int chunk) {
+__device__ __forceinline__ float lane_log2_growth(const DeltaCall& call, int row, int head, const Chunk& chunk) {
   const int lane = int(threadIdx.x) % 32;
   const int key_head = head / (call.heads / call.key_heads);
   float sum = 0.0f;
 #pragma unroll 2
   for (int i = 0; i < kChunkTokens; i += 8) {
-    const int token = chunk * kChunkTokens + i + lane / 4;
-    const bool valid = token < call.tokens;
+    const int token = chunk.token + i + lane / 4;
+    const bool valid = i + lane / 4 < chunk.tokens;
     float square = 0.0f, beta = 0.0f;
     if (valid) {
       const int64_t at = int64_t(row) * call.tokens + token;
@@ -103,11 +134,11 @@ __device__ __forceinline__ float lane_log2_growth(const DeltaCall& call, int row
   return sum;
 }
 
-// Adds the log2 decay of steps to `log2_decay`, from the one before `end` back to `begin` or until it vanishes, and
-// returns the last step that it has added. All threads of a block call it; `sums` is shared memory of a number per chunk.
+// Adds the log2 decay of steps to `log2_decay`, from the one before `end` back to `begin`, to where a sequence begins or
+// until it vanishes, and returns the last step that it has added. All threads of a block call it; `sums` is shared memory of a number per chunk.
 template <bool Reverse, bool Delta, int Threads, int ChunksPerWarp>
-__device__ __forceinline__ int look_back(const DeltaCall& call, int row, int head, float* sums, int begin, int end,
-                                         float& log2_decay) {
+__device__ __forceinline__ int look_back(const DeltaCall& call, int chunks, int row, int head, float* sums, int begin,
+                                         int end, float& log2_decay) {
   constexpr int kChunks = Threads / 32 * ChunksPerWarp;
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
   for (int last = end; last > begin; last -= kChunks) {
@@ -117,9 +148,10 @@ __device__ __forceinline__ int look_back(const DeltaCall& call, int row, int hea
       const int step = last - 1 - i - warp * ChunksPerWarp;
       decays[i] = 0.0f;
       if (step < begin) continue;
-      const int chunk = chunk_of_step<Reverse>(call, step);
+      const Chunk chunk = chunk_at(call.table, call.tokens, row, chunk_of_step<Reverse>(chunks, step));
       decays[i] = lane_log2_decay(call, row, head, chunk);
       if constexpr (Delta) decays[i] += lane_log2_growth(call, row, head, chunk);
+      if (begins_sequence<Reverse>(chunk.mark)) decays[i] = -INFINITY;
     }
 #pragma unroll
     for (int i = 0; i < ChunksPerWarp; ++i) {
@@ -142,14 +174,28 @@ __device__ __forceinline__ int look_back(const DeltaCall& call, int row, int hea
   return begin;
 }
 
+// The steps of a segment; no steps, if a packed row has too few chunks.
+__device__ __forceinline__ StepRange segment_range(const DeltaCall& call, int chunks, int segment) {
+  const int steps = (chunks + call.segments - 1) / call.segments, first = min(segment * steps, chunks);
+  return {first, first, min(first + steps, chunks)};
+}
+
+// Whether a segment begins with the state that the tokens before it leave.
+template <bool Reverse>
+__device__ __forceinline__ bool continues_sequence(const DeltaCall& call, int chunks, int row, const StepRange& steps) {
+  if (steps.first >= steps.end) return false;
+  return !begins_sequence<Reverse>(chunk_at(call.table, call.tokens, row, chunk_of_step<Reverse>(chunks, steps.first)).mark);
+}
+
 // The steps of a block that scans a segment. With the delta rule all threads of the block call it.
 template <bool Reverse, bool Delta, int Threads>
-__device__ __forceinline__ StepRange steps_of_segment(const DeltaCall& call, int row, int head, int segment, float* sums) {
-  const int steps = call.segment_steps(), stored = segment * steps, end = min(stored + steps, call.chunks);
-  if (segment == 0 || call.segment_states != nullptr) return {stored, stored, end};
-  if (call.gates == nullptr) return {0, stored, end};
+__device__ __forceinline__ StepRange steps_of_segment(const DeltaCall& call, int chunks, int row, int head, int segment,
+                                                      float* sums) {
+  StepRange steps = segment_range(call, chunks, segment);
+  if (!Delta || !continues_sequence<Reverse>(call, chunks, row, steps)) return steps;
   float log2_decay = 0.0f;
-  return {look_back<Reverse, Delta, Threads, 1>(call, row, head, sums, 0, stored, log2_decay), stored, end};
+  steps.first = look_back<Reverse, Delta, Threads, 1>(call, chunks, row, head, sums, 0, steps.stored, log2_decay);
+  return steps;
 }
 
 }  // namespace ejkernel::delta_rule

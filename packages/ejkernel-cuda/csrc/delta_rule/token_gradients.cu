@@ -20,7 +20,7 @@ ffi::Error launch(cudaStream_t stream, const TokenGradientCall& call, const Toke
 // their gradients [B, H, chunks, V, K]. Gradients of queries or keys that heads share are stored per head, in float32.
 // Without the delta rule the writes are the values, and beta, dV and dbeta are empty arrays.
 ffi::Error delta_rule_token_gradients(cudaStream_t stream, Bf16 query, Bf16 key, Bf16 value, Bf16 writes,
-                                      Bf16 cotangent, Bf16 dwrites, Bf16 states, Bf16 dstates, F32 gates, F32 beta,
+                                      Bf16 cotangent, Bf16 dwrites, Bf16 states, Bf16 dstates, F32 gates, F32 beta, S32 table,
                                       ffi::Result<ffi::AnyBuffer> dquery, ffi::Result<ffi::AnyBuffer> dkey,
                                       ffi::Result<Bf16> dvalue, ffi::Result<F32> dgates, ffi::Result<F32> dbeta,
                                       float scale) {
@@ -28,7 +28,9 @@ ffi::Error delta_rule_token_gradients(cudaStream_t stream, Bf16 query, Bf16 key,
   const auto q = query.dimensions(), k = key.dimensions(), v = value.dimensions(), c = cotangent.dimensions();
   if (q.size() != 4 || k.size() != 4 || v.size() != 4 || c.size() != 4) return kErrors.invalid_shapes();
   const int64_t batch = c[0], tokens = c[1], heads = c[2], values = c[3];
-  const int64_t chunks = (tokens + kChunkTokens - 1) / kChunkTokens, state_size = kKeyDim * values;
+  TokenGradientCall call{};
+  if (!set_chunks(&call, table, batch, tokens)) return kErrors.invalid_shapes();
+  const int64_t chunks = call.chunks, state_size = kKeyDim * values;
   const auto belongs = [=](const auto& x, int64_t channels) {
     return x[0] == batch && x[1] == tokens && x[2] > 0 && heads % x[2] == 0 && x[3] == channels;
   };
@@ -47,13 +49,12 @@ ffi::Error delta_rule_token_gradients(cudaStream_t stream, Bf16 query, Bf16 key,
   const auto float_or_null = [](auto& x) {
     return x->element_type() == ffi::F32 ? static_cast<float*>(x->untyped_data()) : nullptr;
   };
-  TokenGradientCall call{};
   call.gates = data_or_null(gates), call.beta = data_or_null(beta);
   call.value = static_cast<const __nv_bfloat16*>(value.untyped_data());
   call.dvalue = static_cast<__nv_bfloat16*>(dvalue->untyped_data());
   call.dquery = float_or_null(dquery), call.dkey = float_or_null(dkey);
   call.dgates = dgates->typed_data(), call.dbeta = dbeta->typed_data();
-  call.tokens = int(tokens), call.chunks = int(chunks), call.heads = int(heads);
+  call.heads = int(heads);
   call.query_heads = int(q[2]), call.key_heads = int(k[2]), call.value_heads = int(v[2]), call.scale = scale;
   TokenGradientMaps maps;
   const Tile loaded = {64, kChunkTokens, CU_TENSOR_MAP_SWIZZLE_128B}, stored = {64, 16, CU_TENSOR_MAP_SWIZZLE_128B};
@@ -63,15 +64,18 @@ ffi::Error delta_rule_token_gradients(cudaStream_t stream, Bf16 query, Bf16 key,
   const auto add = [&message](TensorMap* map, const void* data, const Size& size, const Tile& tile) {
     if (!message) message = encode(map, data, size, tile);
   };
-  add(&maps.query, query.untyped_data(), {q[2] * kKeyDim, tokens, batch}, loaded);
-  add(&maps.key, key.untyped_data(), {k[2] * kKeyDim, tokens, batch}, loaded);
-  add(&maps.writes, writes.untyped_data(), {(has_delta ? heads : v[2]) * values, tokens, batch}, loaded);
-  add(&maps.cotangent, cotangent.untyped_data(), all_values, loaded);
-  add(&maps.dwrites, dwrites.untyped_data(), all_values, loaded);
+  const auto add_tokens = [&message](TensorMap* map, const void* data, const Size& size, const Tile& tile) {
+    if (!message) message = encode_tokens(map, data, size, tile);
+  };
+  add_tokens(&maps.query, query.untyped_data(), {q[2] * kKeyDim, tokens, batch}, loaded);
+  add_tokens(&maps.key, key.untyped_data(), {k[2] * kKeyDim, tokens, batch}, loaded);
+  add_tokens(&maps.writes, writes.untyped_data(), {(has_delta ? heads : v[2]) * values, tokens, batch}, loaded);
+  add_tokens(&maps.cotangent, cotangent.untyped_data(), all_values, loaded);
+  add_tokens(&maps.dwrites, dwrites.untyped_data(), all_values, loaded);
   add(&maps.states, states.untyped_data(), all_states, loaded);
   add(&maps.dstates, dstates.untyped_data(), all_states, loaded);
-  if (!call.dquery) add(&maps.dquery, dquery->untyped_data(), all_keys, stored);
-  if (!call.dkey) add(&maps.dkey, dkey->untyped_data(), all_keys, stored);
+  if (!call.dquery) add_tokens(&maps.dquery, dquery->untyped_data(), all_keys, stored);
+  if (!call.dkey) add_tokens(&maps.dkey, dkey->untyped_data(), all_keys, stored);
   if (message) return kErrors.internal("tensor map", message);
   if (values == 64) {
     return has_delta ? launch<64, true>(stream, call, maps, batch) : launch<64, false>(stream, call, maps, batch);

@@ -24,6 +24,7 @@ struct TokenGradientCall {
   __nv_bfloat16* dvalue;  // [B, T, H, V]
   float *dquery, *dkey;  // [B, T, H, K] where heads share queries or keys, else null: maps have them
   float *dgates, *dbeta;  // [B, T, H]
+  const Chunk* table;  // as in DeltaCall
   int tokens, chunks, heads, query_heads, key_heads, value_heads;
   float scale;
 };
@@ -40,7 +41,8 @@ struct GradientLayout {
   static constexpr int kQuery = 0, kKey = 2 * kTileBytes, kWrites = 4 * kTileBytes, kCotangent = 6 * kTileBytes,
                        kDwrites = 8 * kTileBytes, kStates = 10 * kTileBytes, kStateBytes = V * kKeyDim * 2;
   static constexpr int kSums = kStates + kStateBytes, kBetas = kSums + 256, kRows = kBetas + 256,
-                       kPartialSums = kRows + 256, kBarriers = kPartialSums + 16, kBytes = kBarriers + 24;
+                       kPartialSums = kRows + 256, kBarriers = kPartialSums + 16, kSpan = kBarriers + 32,
+                       kBytes = kSpan + sizeof(Chunk);
   static_assert(2 * (kBytes + 1024) <= 228 * 1024, "two blocks share a multiprocessor");
 };
 
@@ -52,7 +54,7 @@ struct TokenGradients {
   const TokenGradientMaps& maps;
   char* const memory;
   const uint32_t shared;
-  const int thread, warp, lane, t, g, head, chunk, row, first_token;
+  const int thread, warp, lane, t, g, head, chunk, row;
   float sums[2], betas[2], dgate_sums[2];  // of the thread's rows g and g + 8 of the warp's 16
   float last_sum, gate_partial;
   uint32_t scores[4][4], key_scores[4][4];  // P and -beta R as left operands
@@ -69,15 +71,17 @@ struct TokenGradients {
         g(thread % 32 / 4),
         head(blockIdx.x % c.heads),
         chunk(blockIdx.x / c.heads % c.chunks),
-        row(blockIdx.x / c.heads / c.chunks),
-        first_token(chunk * kChunkTokens) {}
+        row(blockIdx.x / c.heads / c.chunks) {}
 
+  // The chunk's tokens: in shared memory, since there are no registers for them.
+  __device__ __forceinline__ Chunk& span() const { return *reinterpret_cast<Chunk*>(memory + L::kSpan); }
   __device__ __forceinline__ float* numbers(int offset) const { return reinterpret_cast<float*>(memory + offset); }
   __device__ __forceinline__ uint32_t barrier(int i) const { return shared + L::kBarriers + 8 * i; }
   __device__ __forceinline__ int64_t token_index(int chunk_row) const {
-    return (int64_t(row) * call.tokens + first_token + chunk_row) * call.heads + head;
+    return (int64_t(row) * call.tokens + span().token + chunk_row) * call.heads + head;
   }
-  __device__ __forceinline__ bool is_token(int chunk_row) const { return first_token + chunk_row < call.tokens; }
+  __device__ __forceinline__ bool is_token(int chunk_row) const { return chunk_row < span().tokens; }
+  __device__ __forceinline__ bool is_stored(int chunk_row) const { return chunk_row < span().rows; }
   __device__ __forceinline__ uint64_t operand(int offset) const { return swizzled_operand(shared + offset); }
   __device__ __forceinline__ uint64_t rows_operand(int offset) const {
     return swizzled_operand(shared + offset, kTileBytes);
@@ -88,6 +92,8 @@ struct TokenGradients {
   }
 
   __device__ __forceinline__ void run() {
+    if (lane == 0) span() = chunk_at(call.table, call.tokens, row, chunk);  // all warps store the same
+    __syncwarp();
     if (thread == 0) {
       for (int i = 0; i < 3; ++i) start_barrier(barrier(i), 1);
       publish_barriers();
@@ -112,7 +118,7 @@ struct TokenGradients {
 
   __device__ __forceinline__ void load_rows(const TensorMap* map, int offset, int column, int columns, int loaded) const {
     for (int i = 0; i < columns; i += 64) {
-      copy_tile(shared + offset + i / 64 * kTileBytes, map, column + i, first_token, row, barrier(loaded));
+      copy_rows(shared + offset + i / 64 * kTileBytes, map, column + i, span(), row, barrier(loaded));
     }
   }
 
@@ -221,7 +227,7 @@ struct TokenGradients {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int at = warp * 16 + g + i * 8;
-      if (t == 0 && is_token(at)) call.dbeta[token_index(at)] = numbers(L::kRows)[at] - key_sums[i];
+      if (t == 0 && is_stored(at)) call.dbeta[token_index(at)] = numbers(L::kRows)[at] - key_sums[i];
       dgate_sums[i] -= betas[i] * key_sums[i];
     }
     scale_rows(reads, -betas[0], -betas[1]);
@@ -343,7 +349,7 @@ struct TokenGradients {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int at = warp * 16 + g + i * 8;
-        if (!is_token(at)) continue;
+        if (!is_stored(at)) continue;
         float2* const to = reinterpret_cast<float2*>(array + token_index(at) * kKeyDim) + t;
 #pragma unroll
         for (int tile = 0; tile < 16; ++tile) to[tile * 4] = {d[tile][2 * i], d[tile][2 * i + 1]};
@@ -360,8 +366,8 @@ struct TokenGradients {
     __syncwarp();
     if (lane == 0) {
       for (int i = 0; i < 2; ++i) {
-        store_tile(map, head * kKeyDim + i * 64, first_token + warp * 16, row,
-                   shared + offset + i * kTileBytes + warp * 16 * 128);
+        store_chunk_rows(map, head * kKeyDim + i * 64, span(), warp * 16, row,
+                         shared + offset + i * kTileBytes + warp * 16 * 128);
       }
     }
   }
@@ -370,7 +376,7 @@ struct TokenGradients {
   __device__ __forceinline__ void store_value_gradients() const {
     constexpr int kLanes = V / 8, kRowsAtOnce = 32 / kLanes;
     const int first = warp * 16 + lane / kLanes, column = lane % kLanes;
-    const int64_t token = int64_t(row) * call.tokens + first_token + first;
+    const int64_t token = int64_t(row) * call.tokens + span().token + first;
     const int value_head = head / (call.heads / call.value_heads);
     const __nv_bfloat16* from = call.value + (token * call.value_heads + value_head) * V + column * 8;
     __nv_bfloat16* to = call.dvalue + (token * call.heads + head) * V + column * 8;
@@ -380,8 +386,7 @@ struct TokenGradients {
       const uint4 dy = *reinterpret_cast<const uint4*>(memory + L::kDwrites + column / 8 * kTileBytes + at * 128 +
                                                        ((column % 8 ^ (at & 7)) << 4));
       uint4 value = {0, 0, 0, 0};
-      const bool valid = is_token(at);
-      if (valid) value = *reinterpret_cast<const uint4*>(from);
+      if (is_token(at)) value = *reinterpret_cast<const uint4*>(from);
       float sum = product(dy, value);
 #pragma unroll
       for (int lanes = 1; lanes < kLanes; lanes *= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
@@ -390,7 +395,7 @@ struct TokenGradients {
       const auto scaled = [beta](uint32_t pair) {
         return pack(beta * __uint_as_float(pair << 16), beta * __uint_as_float(pair & 0xFFFF0000u));
       };
-      if (valid) {
+      if (is_stored(at)) {
         *reinterpret_cast<uint4*>(to) = {scaled(dy.x), scaled(dy.y), scaled(dy.z), scaled(dy.w)};
       }
       from += kRowsAtOnce * call.value_heads * V, to += kRowsAtOnce * call.heads * V;
@@ -460,7 +465,7 @@ struct TokenGradients {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int at = 2 * lane + i;
-      if (is_token(at)) {
+      if (is_stored(at)) {
         call.dgates[token_index(at)] = log2_gate(at) < kMinLog2GateWithGradient ? 0.0f : gradients[i];
       }
     }

@@ -146,6 +146,22 @@ inline void copy_tile(uint32_t to, const void* map, int column, int row, int bat
   });
 }
 
+// Of an array whose rows are the sum of two coordinates, less 64, and of which the first one ends at 64.
+inline void copy_tile(uint32_t to, const void* map, int column, int first, int later_row, int batch, uint32_t barrier) {
+  const Array array = *static_cast<const Array*>(map);
+  if (to % 1024 || array.row_bytes % 16) device::complain("a tile is not aligned");
+  device::current->block->bulk_copies.push_back([=] {
+    for (int i = 0; i < array.tile_rows * array.tile_bytes; i += 16) {
+      const int r = i / array.tile_bytes, at = i % array.tile_bytes, row = first + later_row - 64 + r;
+      const bool inside = first + r < 64 && column * 2 + at < array.row_bytes && batch < array.batch;
+      if (inside && (row < 0 || row >= array.rows)) device::complain("a row outside of its array");
+      const int64_t from = inside ? (int64_t(batch) * array.rows + row) * array.row_bytes + column * 2 + at : 0;
+      device::perform({address_of(to + array.offset(r, at)), array.numbers + from, inside ? 16 : 0, 16});
+    }
+    arrive_bytes(barrier, array.tile_rows * array.tile_bytes);
+  });
+}
+
 // Stores that this thread has still to wait for.
 inline std::map<device::Thread*, std::vector<std::function<void()>>> stores;
 
@@ -156,6 +172,20 @@ inline void store_tile(const void* map, int column, int row, int batch, uint32_t
     for (int r = 0; r < array.tile_rows; ++r) {
       if (row + r >= array.rows) continue;
       char* const to = array.numbers + (int64_t(batch) * array.rows + row + r) * array.row_bytes + column * 2;
+      for (int at = 0; at < array.tile_bytes; at += 16) {
+        std::memcpy(to + at, address_of(from + array.offset(r, at)), 16);
+      }
+    }
+  });
+}
+inline void store_tile(const void* map, int column, int first, int later_row, int batch, uint32_t from) {
+  const Array array = *static_cast<const Array*>(map);
+  if (array.tile_bytes == 128 && from % 1024) device::complain("a tile is not aligned");
+  stores[device::current].push_back([=] {
+    for (int r = 0; r < array.tile_rows && first + r < 64; ++r) {
+      const int row = first + later_row - 64 + r;
+      if (row < 0 || row >= array.rows) device::complain("a row outside of its array");
+      char* const to = array.numbers + (int64_t(batch) * array.rows + row) * array.row_bytes + column * 2;
       for (int at = 0; at < array.tile_bytes; at += 16) {
         std::memcpy(to + at, address_of(from + array.offset(r, at)), 16);
       }

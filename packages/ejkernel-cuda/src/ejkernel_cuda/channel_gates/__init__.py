@@ -4,31 +4,23 @@ prepares chunks, a scan per direction, and the gradients of tokens.
 
 from collections.abc import Iterable
 
-from ejkernel.families.linear_recurrence import LinearRecurrence, has_decay_per_channel, num_state_heads
+from ejkernel.families.linear_recurrence import LinearRecurrence, has_decay_per_channel
 from ejkernel.ops import Implementation
 from ejkernel.ops.device import DeviceInfo, current_device
 from ejkernel.ops.params import Direction
+from ejkernel_cuda.delta_rule.segments import VALUE_CHANNELS_PER_BLOCK
 from ejkernel_cuda.requirements import cuda_requires
 
-HANDLED_FIELDS = frozenset({"decay", "beta", "initial_state"})
+HANDLED_FIELDS = frozenset({"decay", "beta", "initial_state", "cu_seqlens", "sequence_state"})
 """Optional fields that the kernels honour."""
 
-DIFFERENTIABLE_FIELDS = HANDLED_FIELDS | {"query", "key", "value"}
+DIFFERENTIABLE_FIELDS = (HANDLED_FIELDS - {"cu_seqlens"}) | {"query", "key", "value"}
 
 KEY_DIM = 128
 """The key dimension that the kernels are compiled for."""
 
-VALUE_CHANNELS_PER_BLOCK = 64
-"""Value channels of a head that a block of a scan computes."""
-
 VALUE_DIMS_WITH_GRADIENTS = (64, 128)
 """The value dimensions that the kernel of gradients is compiled for."""
-
-MIN_BLOCKS = 32
-"""The number of blocks of a scan with which the forward pass is faster than Triton's: on an H200 0.195 ms instead of
-0.290 in a row of 8192 tokens without the delta rule and 0.302 instead of 0.515 with it; 1.38 instead of 1.80 and 2.15
-instead of 3.04 in a row of 65536 (docs/lab/linear_recurrence_gpu.md). Fewer were not measured.
-"""
 
 HOPPER_COMPUTE_CAPABILITY = 9.0
 """The compute capability whose instructions the kernels consist of; no later chip has them."""
@@ -60,9 +52,8 @@ def _gradient_refusal_reasons(record: LinearRecurrence) -> Iterable[str]:
 
 
 def _priority(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> int:
-    """Returns a priority between Triton's chunked kernels, 10, and decode steps, 20; below Triton's for few blocks."""
-    blocks = record.query.shape[0] * num_state_heads(record) * (record.value.shape[3] // VALUE_CHANNELS_PER_BLOCK)
-    return 15 if blocks >= MIN_BLOCKS else 5
+    """Returns a priority between Triton's chunked kernels, 10, and decode steps, 20."""
+    return 15
 
 
 IMPLEMENTATIONS = (

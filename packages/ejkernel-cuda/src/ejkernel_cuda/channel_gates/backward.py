@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.arithmetic import cdiv
-from ejkernel.families.linear_recurrence import LinearRecurrence
+from ejkernel.families.linear_recurrence import LinearRecurrence, final_states_shape
 from ejkernel.types.pullback import Pullback
 from ejkernel_cuda.channel_gates.forward import (
     ScanResiduals,
@@ -19,7 +18,7 @@ from ejkernel_cuda.channel_gates.forward import (
     prepare_chunks,
     run_forward,
 )
-from ejkernel_cuda.delta_rule.segments import CHUNK, num_segments
+from ejkernel_cuda.delta_rule.segments import chunk_table, num_chunks, num_segments, states_after
 from ejkernel_cuda.library import register_handler
 
 
@@ -43,7 +42,7 @@ def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
     gradients = token_gradients(record, residuals, cotangent, dwrites, dstates)
     if record.beta is None:
         gradients["value"] = dwrites
-    gradients["initial_state"] = dinitial
+    gradients["initial_state" if record.cu_seqlens is None else "sequence_state"] = dinitial
     return {name: _sum_to_field(gradients[name], getattr(record, name)) for name in sorted(pullback.grad_fields)}
 
 
@@ -53,22 +52,23 @@ def state_gradients(
     """Returns the gradients of values [B, T, H, V], of the states after the chunks [B, H, chunks, V, K], and of the
     initial states [B, H, K, V]. With the delta rule, the first are not yet multiplied by beta.
     """
-    (rows, tokens, heads, columns), keys, dtype = cotangent.shape, record.query.shape[3], cotangent.dtype
+    (rows, _, heads, columns), keys, dtype = cotangent.shape, record.query.shape[3], cotangent.dtype
     segments = num_segments(record)
     call = jax.ffi.ffi_call(
         register_handler("ejkernel_channel_scan_reverse"),
         (
             jax.ShapeDtypeStruct(cotangent.shape, dtype),
-            jax.ShapeDtypeStruct((rows, heads, cdiv(tokens, CHUNK), columns, keys), dtype),
-            jax.ShapeDtypeStruct((rows, heads, keys, columns), jnp.float32),
+            jax.ShapeDtypeStruct((rows, heads, num_chunks(record), columns, keys), dtype),
+            jax.ShapeDtypeStruct(final_states_shape(record), jnp.float32),
             early_steps_result(record, segments),
         ),
         vmap_method="sequential",
     )
-    inputs = (*prepare_chunks(record), cotangent, float32_or_empty(record.beta), final_cotangent.astype(jnp.float32))
+    final_cotangent = final_cotangent.astype(jnp.float32)
+    inputs = (*prepare_chunks(record), cotangent, float32_or_empty(record.beta), final_cotangent, chunk_table(record))
     scale, segments = np.float32(record.softmax_scale), np.int32(segments)
     dwrites, dstates, dinitial, _ = call(*inputs, scale=scale, segments=segments)
-    return dwrites, dstates, dinitial
+    return dwrites, dstates, states_after(record, dinitial, final_cotangent)
 
 
 def token_gradients(
@@ -102,7 +102,9 @@ def token_gradients(
     )
     writes = residuals.writes if has_delta else record.value
     inputs = (record.query, record.key, record.value, writes, cotangent, dwrites, residuals.states, dstates)
-    dquery, dkey, dvalue, dgates, dbeta = call(*inputs, gates, beta, scale=np.float32(record.softmax_scale))
+    dquery, dkey, dvalue, dgates, dbeta = call(
+        *inputs, gates, beta, chunk_table(record), scale=np.float32(record.softmax_scale)
+    )
     gradients = {"query": dquery, "key": dkey, "decay": dgates}
     return gradients | ({"value": dvalue, "beta": dbeta.sum(0)} if has_delta else {})
 

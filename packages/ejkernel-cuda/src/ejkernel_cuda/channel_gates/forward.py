@@ -8,10 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.arithmetic import cdiv
-from ejkernel.families.linear_recurrence import LinearRecurrence, num_state_heads
+from ejkernel.families.linear_recurrence import LinearRecurrence, final_states_shape, num_state_heads, states
 from ejkernel.types.pullback import is_differentiated
-from ejkernel_cuda.delta_rule.segments import CHUNK, num_segments
+from ejkernel_cuda.delta_rule.segments import (
+    CHUNK,
+    chunk_table,
+    num_chunks,
+    num_segments,
+    starting_states,
+    states_after,
+)
 from ejkernel_cuda.library import register_handler
 
 
@@ -75,33 +81,34 @@ def run_forward(record: LinearRecurrence, *, stores: bool) -> tuple[jax.Array, j
     (rows, tokens, _, keys), heads, dtype = record.query.shape, num_state_heads(record), record.query.dtype
     columns = record.value.shape[3]
     segments = num_segments(record)
-    token_shape, states_shape = (rows, tokens, heads, columns), (rows, heads, cdiv(tokens, CHUNK), columns, keys)
+    token_shape, states_shape = (rows, tokens, heads, columns), (rows, heads, num_chunks(record), columns, keys)
     call = jax.ffi.ffi_call(
         register_handler("ejkernel_channel_scan"),
         (
             jax.ShapeDtypeStruct(token_shape, dtype),
-            jax.ShapeDtypeStruct((rows, heads, keys, columns), jnp.float32),
+            jax.ShapeDtypeStruct(final_states_shape(record), jnp.float32),
             jax.ShapeDtypeStruct(token_shape if stores and record.beta is not None else (0,), dtype),
             jax.ShapeDtypeStruct(states_shape if stores else (0,), dtype),
             early_steps_result(record, segments),
         ),
         vmap_method="sequential",
     )
-    output, final_states, writes, states, _ = call(
+    output, final_states, writes, chunk_states, _ = call(
         *prepare_chunks(record),
         record.value,
         float32_or_empty(record.beta),
-        float32_or_empty(record.initial_state),
+        float32_or_empty(starting_states(record)),
+        chunk_table(record),
         scale=np.float32(record.softmax_scale),
         segments=np.int32(segments),
     )
-    return output, final_states, ScanResiduals(writes, states)
+    return output, states_after(record, final_states, states(record)), ScanResiduals(writes, chunk_states)
 
 
 def prepare_chunks(record: LinearRecurrence) -> PreparedChunks:
     """Returns what the scans read of a record."""
     (rows, tokens, _, keys), heads, dtype = record.query.shape, num_state_heads(record), record.query.dtype
-    chunks, has_delta = cdiv(tokens, CHUNK), record.beta is not None
+    chunks, has_delta = num_chunks(record), record.beta is not None
     operand = jax.ShapeDtypeStruct((rows, tokens, heads, keys), dtype)
     pairs = jax.ShapeDtypeStruct((rows, heads, chunks, CHUNK, CHUNK), dtype)
     empty = jax.ShapeDtypeStruct((0,), dtype)
@@ -112,7 +119,8 @@ def prepare_chunks(record: LinearRecurrence) -> PreparedChunks:
         # The leading axes of gates may have size 1, so arrays do not batch alike.
         vmap_method="sequential",
     )
-    return PreparedChunks(*call(record.query, record.key, log_gates(record), float32_or_empty(record.beta)))
+    fields = (record.query, record.key, log_gates(record), float32_or_empty(record.beta))
+    return PreparedChunks(*call(*fields, chunk_table(record)))
 
 
 def early_steps_result(record: LinearRecurrence, segments: int) -> jax.ShapeDtypeStruct:

@@ -9,11 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.linear_recurrence import LinearRecurrence, num_state_heads
+from ejkernel.families.linear_recurrence import LinearRecurrence, final_states_shape, num_state_heads
 from ejkernel.families.linear_recurrence.plain_states import backward_with_plain_states
 from ejkernel.types.pullback import Pullback
 from ejkernel_cuda.delta_rule.forward import DeltaResiduals, factors_and_skip, gates_and_beta, run_forward
-from ejkernel_cuda.delta_rule.segments import CHUNK, HOPPER_MULTIPROCESSORS, num_segments, segment_results
+from ejkernel_cuda.delta_rule.segments import (
+    CHUNK,
+    HOPPER_MULTIPROCESSORS,
+    chunk_table,
+    num_chunks,
+    num_segments,
+    segment_results,
+    states_after,
+)
 from ejkernel_cuda.library import register_handler
 
 
@@ -41,7 +49,7 @@ def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
         gradients = _token_gradients(record, residuals, cotangent, dwrites, dstates)
     if record.beta is None:
         gradients["value"] = dwrites
-    gradients["initial_state"] = dinitial
+    gradients["initial_state" if record.cu_seqlens is None else "sequence_state"] = dinitial
     return {name: _sum_to_field(gradients[name], getattr(record, name)) for name in sorted(pullback.grad_fields)}
 
 
@@ -74,14 +82,14 @@ def _state_gradients(
     """Returns the gradients of values [B, T, H, V], with the delta rule without their factor beta, of the states after
     the chunks [B, H, chunks, V, K], and of the initial states [B, H, K, V].
     """
-    (rows, tokens, heads, columns), keys, dtype = cotangent.shape, record.query.shape[3], cotangent.dtype
-    chunks, segments = cdiv(tokens, CHUNK), num_segments(record)
+    (rows, _, heads, columns), keys, dtype = cotangent.shape, record.query.shape[3], cotangent.dtype
+    segments, final_cotangent = num_segments(record), final_cotangent.astype(jnp.float32)
     call = jax.ffi.ffi_call(
         register_handler("ejkernel_delta_rule_reverse"),
         (
             jax.ShapeDtypeStruct(cotangent.shape, dtype),
-            jax.ShapeDtypeStruct((rows, heads, chunks, columns, keys), dtype),
-            jax.ShapeDtypeStruct((rows, heads, keys, columns), jnp.float32),
+            jax.ShapeDtypeStruct((rows, heads, num_chunks(record), columns, keys), dtype),
+            jax.ShapeDtypeStruct(final_states_shape(record), jnp.float32),
             *segment_results(record, segments),
         ),
         vmap_method="sequential",
@@ -89,12 +97,13 @@ def _state_gradients(
     dwrites, dstates, dinitial, *_ = call(
         *(record.query, record.key, cotangent),
         *gates_and_beta(record),
-        final_cotangent.astype(jnp.float32),
+        final_cotangent,
         *factors_and_skip(record),
+        chunk_table(record),
         scale=np.float32(record.softmax_scale),
         segments=np.int32(segments),
     )
-    return dwrites, dstates, dinitial
+    return dwrites, dstates, states_after(record, dinitial, final_cotangent)
 
 
 def _token_gradients(
@@ -127,7 +136,9 @@ def _token_gradients(
     )
     writes = residuals.writes if has_delta else record.value
     inputs = (record.query, record.key, record.value, writes, cotangent, dwrites, residuals.states, dstates)
-    dquery, dkey, dvalue, dgates, dbeta = call(*inputs, gates, beta, scale=np.float32(record.softmax_scale))
+    dquery, dkey, dvalue, dgates, dbeta = call(
+        *inputs, gates, beta, chunk_table(record), scale=np.float32(record.softmax_scale)
+    )
     gradients = {"query": dquery, "key": dkey} | ({"value": dvalue, "beta": dbeta} if has_delta else {})
     return gradients if record.decay is None else gradients | {"decay": dgates[..., None]}
 
@@ -142,7 +153,7 @@ def _group_gradients(
     (rows, tokens, groups, keys), slices = record.query.shape, num_head_slices(record)
     dtype = record.query.dtype if slices == 1 else jnp.float32
     columns = jax.ShapeDtypeStruct((rows, tokens, groups * slices, keys), dtype)
-    chunk_heads = (rows, cdiv(tokens, CHUNK), cotangent.shape[2])
+    chunk_heads = (rows, num_chunks(record), cotangent.shape[2])
     call = jax.ffi.ffi_call(
         register_handler("ejkernel_delta_rule_group_gradients"),
         (
@@ -153,7 +164,7 @@ def _group_gradients(
         ),
         vmap_method="sequential",
     )
-    inputs = (record.query, record.key, record.value, cotangent, states, dstates, gates, factors)
+    inputs = (record.query, record.key, record.value, cotangent, states, dstates, gates, factors, chunk_table(record))
     dquery, dkey, dgates, dfactors, dskip = call(*inputs, scale=np.float32(record.softmax_scale))
     gradients = {"query": dquery, "key": dkey, "decay": dgates[..., None], "dt": dfactors, "skip": dskip}
     return {name: x for name, x in gradients.items() if getattr(record, name) is not None}

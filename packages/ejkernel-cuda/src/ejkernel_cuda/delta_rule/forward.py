@@ -8,11 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.arithmetic import cdiv
-from ejkernel.families.linear_recurrence import LinearRecurrence, num_state_heads
+from ejkernel.families.linear_recurrence import LinearRecurrence, final_states_shape, num_state_heads, states
 from ejkernel.families.linear_recurrence.plain_states import forward_with_plain_states
 from ejkernel.types.pullback import is_differentiated
-from ejkernel_cuda.delta_rule.segments import CHUNK, num_segments, segment_results
+from ejkernel_cuda.delta_rule.segments import (
+    chunk_table,
+    num_chunks,
+    num_segments,
+    segment_results,
+    starting_states,
+    states_after,
+)
 from ejkernel_cuda.library import register_handler
 
 
@@ -57,12 +63,12 @@ def run_forward(record: LinearRecurrence, *, stores: bool) -> tuple[jax.Array, j
     (rows, tokens, _, keys), heads, dtype = record.query.shape, num_state_heads(record), record.query.dtype
     columns = record.value.shape[3]
     segments = num_segments(record)
-    token_shape, states_shape = (rows, tokens, heads, columns), (rows, heads, cdiv(tokens, CHUNK), columns, keys)
+    token_shape, states_shape = (rows, tokens, heads, columns), (rows, heads, num_chunks(record), columns, keys)
     call = jax.ffi.ffi_call(
         register_handler("ejkernel_delta_rule"),
         (
             jax.ShapeDtypeStruct(token_shape, dtype),
-            jax.ShapeDtypeStruct((rows, heads, keys, columns), jnp.float32),
+            jax.ShapeDtypeStruct(final_states_shape(record), jnp.float32),
             jax.ShapeDtypeStruct(token_shape if stores and record.beta is not None else (0,), dtype),
             jax.ShapeDtypeStruct(states_shape if stores else (0,), dtype),
             *segment_results(record, segments),
@@ -70,15 +76,16 @@ def run_forward(record: LinearRecurrence, *, stores: bool) -> tuple[jax.Array, j
         # The leading axes of gates may have size 1, so arrays do not batch alike.
         vmap_method="sequential",
     )
-    output, final_states, writes, states, *_ = call(
+    output, final_states, writes, chunk_states, *_ = call(
         *(record.query, record.key, record.value),
         *gates_and_beta(record),
-        _float32_or_empty(record.initial_state),
+        _float32_or_empty(starting_states(record)),
         *factors_and_skip(record),
+        chunk_table(record),
         scale=np.float32(record.softmax_scale),
         segments=np.int32(segments),
     )
-    return output, final_states, DeltaResiduals(writes, states)
+    return output, states_after(record, final_states, states(record)), DeltaResiduals(writes, chunk_states)
 
 
 def gates_and_beta(record: LinearRecurrence) -> tuple[jax.Array, jax.Array]:
