@@ -132,7 +132,7 @@ class Cell:
 
 
 def cells(quick: bool) -> Iterator[Cell]:
-    """What is measured; packed documents have as many tokens as the rows above them."""
+    """What is measured; packed documents have as many tokens as the rows above them, long rows twice as many."""
     for kind in ("gla", "lightning", "gate a head", "gated delta", "kda"):
         # GLA's initialisation is mild.
         for gates in STRENGTHS if kind in GATED else STRENGTHS[:1]:
@@ -146,6 +146,7 @@ def cells(quick: bool) -> Iterator[Cell]:
     yield Cell(kind="mamba-2", batch=1, length=65536, heads=64, values=64, documents=32)
     for kind in ("gla", "lightning", "gate a head", "gated delta", "kda"):
         yield Cell(kind=kind, batch=1, length=65536)
+        yield Cell(kind=kind, batch=1, length=65536, documents=70)
 
 
 def serving(record: LinearRecurrence) -> str:
@@ -283,7 +284,7 @@ def contenders(cell: Cell, record: LinearRecurrence, options: argparse.Namespace
         if options.candidates:
             for config in space.candidates(record, current_device(), "forward"):
                 found[str(config)] = kernel(name, config)
-    if options.only in "cuda" and cell.documents == 0:
+    if options.only in "cuda":
         gates_per_head = "cuda_chunked" if record.beta is None else "cuda_delta"
         found["ejkernel cuda"] = kernel("cuda_channel_gates" if cell.kind in ("gla", "kda") else gates_per_head, None)
     if options.only in "xla":

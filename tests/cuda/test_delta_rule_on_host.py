@@ -25,7 +25,7 @@ from ejkernel_cuda.channel_gates.forward import forward as channel_forward
 from ejkernel_cuda.delta_rule.backward import backward as head_backward
 from ejkernel_cuda.delta_rule.backward import num_head_slices, shares_queries_and_keys
 from ejkernel_cuda.delta_rule.forward import forward as head_forward
-from ejkernel_cuda.delta_rule.segments import chunk_table, num_chunks, num_segments, starting_states, states_after
+from ejkernel_cuda.delta_rule.plan import chunk_table, num_chunks, num_segments, starting_states, states_after
 
 H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
 B200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA B200", compute_capability=10.0)

@@ -8,7 +8,7 @@ from ejkernel.families.linear_recurrence import LinearRecurrence, has_decay_per_
 from ejkernel.ops import Implementation
 from ejkernel.ops.device import DeviceInfo, current_device
 from ejkernel.ops.params import Direction
-from ejkernel_cuda.delta_rule.segments import VALUE_CHANNELS_PER_BLOCK
+from ejkernel_cuda.delta_rule.plan import VALUE_CHANNELS_PER_BLOCK
 from ejkernel_cuda.requirements import cuda_requires
 
 HANDLED_FIELDS = frozenset({"decay", "beta", "initial_state", "cu_seqlens", "sequence_state"})

@@ -18,7 +18,7 @@ from ejkernel_cuda.channel_gates.forward import (
     prepare_chunks,
     run_forward,
 )
-from ejkernel_cuda.delta_rule.segments import chunk_table, num_chunks, num_segments, states_after
+from ejkernel_cuda.delta_rule.plan import chunk_table, num_chunks, num_segments, states_after
 from ejkernel_cuda.library import register_handler
 
 

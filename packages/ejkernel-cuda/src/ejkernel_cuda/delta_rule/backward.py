@@ -13,7 +13,7 @@ from ejkernel.families.linear_recurrence import LinearRecurrence, final_states_s
 from ejkernel.families.linear_recurrence.plain_states import backward_with_plain_states
 from ejkernel.types.pullback import Pullback
 from ejkernel_cuda.delta_rule.forward import DeltaResiduals, factors_and_skip, gates_and_beta, run_forward
-from ejkernel_cuda.delta_rule.segments import (
+from ejkernel_cuda.delta_rule.plan import (
     CHUNK,
     HOPPER_MULTIPROCESSORS,
     chunk_table,

@@ -11,7 +11,7 @@ import numpy as np
 from ejkernel.families.linear_recurrence import LinearRecurrence, final_states_shape, num_state_heads, states
 from ejkernel.families.linear_recurrence.plain_states import forward_with_plain_states
 from ejkernel.types.pullback import is_differentiated
-from ejkernel_cuda.delta_rule.segments import (
+from ejkernel_cuda.delta_rule.plan import (
     chunk_table,
     num_chunks,
     num_segments,
