@@ -15,7 +15,6 @@ from ejkernel.families.linear_recurrence import (
     has_decay_per_channel,
     num_state_heads,
     reference,
-    states,
 )
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel.types.pullback import Pullback, run_both_passes
@@ -25,7 +24,7 @@ from ejkernel_cuda.channel_gates.forward import forward as channel_forward
 from ejkernel_cuda.delta_rule.backward import backward as head_backward
 from ejkernel_cuda.delta_rule.backward import num_head_slices, shares_queries_and_keys
 from ejkernel_cuda.delta_rule.forward import forward as head_forward
-from ejkernel_cuda.delta_rule.plan import chunk_table, num_chunks, num_segments, starting_states, states_after
+from ejkernel_cuda.delta_rule.plan import chunk_table, num_chunks, num_segments, starting_states
 
 H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
 B200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA B200", compute_capability=10.0)
@@ -146,7 +145,7 @@ def run(host, record, stored=(None, None), segments=1):
     else:
         operands = (record.query, record.key, record.value, record.decay, record.beta, starts)
         call(host.delta_rule, record, *operands, output, final, *stored, record.dt, record.skip, segments=segments)
-    return as_float64(output), np.asarray(states_after(record, final, states(record)))
+    return as_float64(output), final
 
 
 def run_gradients(host, record, cotangent, final_cotangent, slices=1, segments=1):
@@ -228,12 +227,9 @@ def error(got, want):
         ("strong", 200, {"channels": 128, "state": True}),
         ("-inf", 65, {"channels": 128, "heads": 2, "query_heads": 1, "key_heads": 1, "values": 128}),
         ("-inf", 200, {"channels": 128, "state": True, "delta": False}),
-        ("strong", 450, {"state": True, "segments": 2}),
-        ("mild", 200, {"state": True, "segments": 2}),
         ("strong", 450, {"state": True, "delta": False, "segments": 3}),
         ("none", 200, {"state": True, "delta": False, "segments": 2}),
-        ("strong", 700, {"channels": 128, "segments": 2}),
-        ("strong", 700, {"channels": 128, "delta": False, "segments": 2}),
+        ("strong", 450, {"channels": 128, "delta": False, "segments": 2}),
         ("mild", 200, {"channels": 128, "state": True, "segments": 2}),
         ("mild", 300, {"packed": PACKED, "state": True, "segments": 2}),
         ("strong", 300, {"packed": PACKED, "delta": False, "segments": 3}),
@@ -292,8 +288,6 @@ def test_gradients_match_the_reference(host, gates, tokens, options):
     fields = {name: getattr(record, name).astype(jnp.float32) for name in names}
     [want] = jax.vjp(outputs, fields)[1]((cotangents[0].astype(jnp.float32), cotangents[1]))
     gradients = run_gradients(host, record, *cotangents, slices, segments)
-    for name in {"initial_state", "sequence_state"} & set(names):
-        gradients[name] = np.asarray(states_after(record, gradients[name], cotangents[1]))
     errors = {name: error(gradients[name], want[name]) for name in names}
     assert max(errors.values()) < 1.5e-2, errors
 
@@ -375,16 +369,18 @@ def test_chunks_of_packed_sequences_begin_with_them():
     padding = 4 * 6 + 3  # is a sequence of its own, with one chunk
     assert table[:count].tolist() == [
         [0, 0, 3, padding],
+        [3, 0, 0, 0 * 4 + 3],
         [3, 64, 64, 1 * 4 + 1],
         [67, 13, 13, 1 * 4 + 2],
         [80, 64, 64, 2 * 4 + 1],
         [144, 6, 6, 2 * 4 + 2],
+        [150, 0, 0, 3 * 4 + 3],
         [150, 60, 60, 4 * 4 + 3],
         [210, 64, 64, 5 * 4 + 1],
         [274, 16, 16, 5 * 4 + 2],
         [290, 0, 10, padding],
     ]
-    assert not table[count:-1, 1:3].any()
+    assert (table[count:-1] == [0, 0, 0, -1]).all()
 
 
 def both_passes(forward, backward, start, *cotangent):

@@ -211,15 +211,6 @@ inline float __shfl_sync(unsigned, float value, int lane) {
   warp.barrier.wait();
   return other;
 }
-inline unsigned __ballot_sync(unsigned, bool own) {
-  device::Warp& warp = device::warp();
-  warp.values[device::current->index % 32][0] = own;
-  warp.barrier.wait();
-  unsigned votes = 0;
-  for (int i = 0; i < 32; ++i) votes |= unsigned(warp.values[i][0] & 1) << i;
-  warp.barrier.wait();
-  return votes;
-}
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline float __shfl_up_sync(unsigned mask, float value, int lanes) {
   const int lane = device::current->index % 32;

@@ -226,5 +226,7 @@ ffi::Error channel_scan_reverse(cudaStream_t stream, Bf16 decayed_query, Bf16 ke
 EJKERNEL_FFI_HANDLER(ejkernel_channel_prepare, channel_prepare);
 EJKERNEL_FFI_HANDLER(ejkernel_channel_scan, channel_scan, "scale", "segments");
 EJKERNEL_FFI_HANDLER(ejkernel_channel_scan_reverse, channel_scan_reverse, "scale", "segments");
+EJKERNEL_HANDLER_OUTSIDE_GRAPHS(ejkernel_channel_scan_in_segments, channel_scan, "scale", "segments");
+EJKERNEL_HANDLER_OUTSIDE_GRAPHS(ejkernel_channel_scan_reverse_in_segments, channel_scan_reverse, "scale", "segments");
 
 }  // namespace ejkernel::delta_rule

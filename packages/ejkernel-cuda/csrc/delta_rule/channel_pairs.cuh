@@ -362,6 +362,7 @@ __global__ void __launch_bounds__(PrepareLayout<Delta>::kThreads, PrepareLayout<
                        thread};
   const uint32_t barrier = block.shared + L::kBarrier;
   const Chunk span = chunk_at(call.table, call.tokens, block.row, block.chunk);
+  if (span.mark < 0) return;  // the table of a packed row has more entries than chunks
   if (thread == 0) {
     start_barrier(barrier, 1);
     publish_barriers();

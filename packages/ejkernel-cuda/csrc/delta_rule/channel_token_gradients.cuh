@@ -106,6 +106,7 @@ struct ChannelGradients {
   static __device__ __forceinline__ float high(uint32_t pair) { return __uint_as_float(pair & 0xFFFF0000u); }
 
   __device__ __forceinline__ void run() {
+    if (span.rows == 0) return;  // the table of a packed row has more entries than chunks
     if (thread == 0) {
       start_barrier(barrier(0), 1), start_barrier(barrier(1), 1);
       publish_barriers();

@@ -186,5 +186,7 @@ ffi::Error delta_rule_reverse(cudaStream_t stream, Bf16 query, Bf16 key, Bf16 co
 
 EJKERNEL_FFI_HANDLER(ejkernel_delta_rule, delta_rule, "scale", "segments");
 EJKERNEL_FFI_HANDLER(ejkernel_delta_rule_reverse, delta_rule_reverse, "scale", "segments");
+EJKERNEL_HANDLER_OUTSIDE_GRAPHS(ejkernel_delta_rule_in_segments, delta_rule, "scale", "segments");
+EJKERNEL_HANDLER_OUTSIDE_GRAPHS(ejkernel_delta_rule_reverse_in_segments, delta_rule_reverse, "scale", "segments");
 
 }  // namespace ejkernel::delta_rule

@@ -456,6 +456,13 @@ __global__ void __launch_bounds__(kGroupThreads, 1)
 #if __CUDA_ARCH__ == 900
   extern __shared__ __align__(1024) char memory[];
   const GroupBlock<V> block(call, maps, memory);
+  if (block.span.rows == 0) {  // the table of a packed row has more entries than chunks
+    const int head = int(threadIdx.x);
+    if (call.dskip != nullptr && head < block.slice_heads) {
+      call.dskip[(int64_t(block.row) * call.chunks + block.chunk) * call.heads + block.first_head + head] = 0.0f;
+    }
+    return;
+  }
   if (threadIdx.x == 0) block.start_barriers();
   __syncthreads();
   const int role = threadIdx.x / 128;

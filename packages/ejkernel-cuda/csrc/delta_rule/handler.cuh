@@ -10,6 +10,13 @@
 
 namespace ejkernel::delta_rule {
 
+// Defines the symbol of a handler some of whose results are memory that its kernels pass on to each other. XLA may put no
+// such call into a CUDA graph: nothing reads these results, so calls of one graph would have them in the same memory, and
+// at the same time.
+#define EJKERNEL_HANDLER_OUTSIDE_GRAPHS(symbol, function, ...)                                       \
+  extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* symbol(XLA_FFI_CallFrame* frame); \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, function, ejkernel::bind(function, {__VA_ARGS__}))
+
 constexpr HandlerErrors kErrors{"delta rule"};
 
 using Bf16 = ffi::Buffer<ffi::BF16>;

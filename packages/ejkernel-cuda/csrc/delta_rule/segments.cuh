@@ -21,9 +21,10 @@ constexpr int kChunkTokens = 64, kKeyDim = 128, kBlockValues = 64;
 constexpr float kMinLog2Gate = -150.0f;  // powers of two, in which exp2 is 0
 constexpr float kVanishedLog2 = -126.0f, kSmallestNormal = 1.17549435e-38f;  // float32's smallest normal number
 
-// A chunk of a packed row, whose sequences begin with a chunk of their own. Those of padding tokens have no tokens, and
-// zeros are stored for their rows. `mark` is the sequence, times 4, and whether the chunk is its first (1) and its last
-// (2) one; the sequence of padding is the number of sequences.
+// A chunk of a packed row, whose sequences begin with a chunk of their own; a sequence without tokens has one too. Those
+// of padding tokens have no tokens, and zeros are stored for their rows. `mark` is the sequence, times 4, and whether the
+// chunk is its first (1) and its last (2) one; the sequence of padding is the number of sequences. After the chunks the
+// table has entries without rows, whose mark is -1.
 struct alignas(16) Chunk {
   int token, tokens, rows, mark;
 };

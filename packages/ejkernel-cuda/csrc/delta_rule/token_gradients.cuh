@@ -94,6 +94,7 @@ struct TokenGradients {
   __device__ __forceinline__ void run() {
     if (lane == 0) span() = chunk_at(call.table, call.tokens, row, chunk);  // all warps store the same
     __syncwarp();
+    if (span().rows == 0) return;  // the table of a packed row has more entries than chunks
     if (thread == 0) {
       for (int i = 0; i < 3; ++i) start_barrier(barrier(i), 1);
       publish_barriers();

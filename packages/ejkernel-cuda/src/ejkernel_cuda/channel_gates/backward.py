@@ -18,7 +18,7 @@ from ejkernel_cuda.channel_gates.forward import (
     prepare_chunks,
     run_forward,
 )
-from ejkernel_cuda.delta_rule.plan import chunk_table, num_chunks, num_segments, states_after
+from ejkernel_cuda.delta_rule.plan import chunk_table, num_chunks, num_segments, scan_handler
 from ejkernel_cuda.library import register_handler
 
 
@@ -55,7 +55,7 @@ def state_gradients(
     (rows, _, heads, columns), keys, dtype = cotangent.shape, record.query.shape[3], cotangent.dtype
     segments = num_segments(record)
     call = jax.ffi.ffi_call(
-        register_handler("ejkernel_channel_scan_reverse"),
+        register_handler(scan_handler("ejkernel_channel_scan_reverse", record, segments)),
         (
             jax.ShapeDtypeStruct(cotangent.shape, dtype),
             jax.ShapeDtypeStruct((rows, heads, num_chunks(record), columns, keys), dtype),
@@ -68,7 +68,7 @@ def state_gradients(
     inputs = (*prepare_chunks(record), cotangent, float32_or_empty(record.beta), final_cotangent, chunk_table(record))
     scale, segments = np.float32(record.softmax_scale), np.int32(segments)
     dwrites, dstates, dinitial, _ = call(*inputs, scale=scale, segments=segments)
-    return dwrites, dstates, states_after(record, dinitial, final_cotangent)
+    return dwrites, dstates, dinitial
 
 
 def token_gradients(

@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.families.linear_recurrence import LinearRecurrence, final_states_shape, num_state_heads, states
+from ejkernel.families.linear_recurrence import LinearRecurrence, final_states_shape, num_state_heads
 from ejkernel.types.pullback import is_differentiated
 from ejkernel_cuda.delta_rule.plan import (
     CHUNK,
     chunk_table,
     num_chunks,
     num_segments,
+    scan_handler,
     starting_states,
-    states_after,
 )
 from ejkernel_cuda.library import register_handler
 
@@ -83,7 +83,7 @@ def run_forward(record: LinearRecurrence, *, stores: bool) -> tuple[jax.Array, j
     segments = num_segments(record)
     token_shape, states_shape = (rows, tokens, heads, columns), (rows, heads, num_chunks(record), columns, keys)
     call = jax.ffi.ffi_call(
-        register_handler("ejkernel_channel_scan"),
+        register_handler(scan_handler("ejkernel_channel_scan", record, segments)),
         (
             jax.ShapeDtypeStruct(token_shape, dtype),
             jax.ShapeDtypeStruct(final_states_shape(record), jnp.float32),
@@ -102,7 +102,7 @@ def run_forward(record: LinearRecurrence, *, stores: bool) -> tuple[jax.Array, j
         scale=np.float32(record.softmax_scale),
         segments=np.int32(segments),
     )
-    return output, states_after(record, final_states, states(record)), ScanResiduals(writes, chunk_states)
+    return output, final_states, ScanResiduals(writes, chunk_states)
 
 
 def prepare_chunks(record: LinearRecurrence) -> PreparedChunks:

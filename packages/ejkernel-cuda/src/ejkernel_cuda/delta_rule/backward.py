@@ -19,8 +19,8 @@ from ejkernel_cuda.delta_rule.plan import (
     chunk_table,
     num_chunks,
     num_segments,
+    scan_handler,
     segment_results,
-    states_after,
 )
 from ejkernel_cuda.library import register_handler
 
@@ -85,7 +85,7 @@ def _state_gradients(
     (rows, _, heads, columns), keys, dtype = cotangent.shape, record.query.shape[3], cotangent.dtype
     segments, final_cotangent = num_segments(record), final_cotangent.astype(jnp.float32)
     call = jax.ffi.ffi_call(
-        register_handler("ejkernel_delta_rule_reverse"),
+        register_handler(scan_handler("ejkernel_delta_rule_reverse", record, segments)),
         (
             jax.ShapeDtypeStruct(cotangent.shape, dtype),
             jax.ShapeDtypeStruct((rows, heads, num_chunks(record), columns, keys), dtype),
@@ -103,7 +103,7 @@ def _state_gradients(
         scale=np.float32(record.softmax_scale),
         segments=np.int32(segments),
     )
-    return dwrites, dstates, states_after(record, dinitial, final_cotangent)
+    return dwrites, dstates, dinitial
 
 
 def _token_gradients(

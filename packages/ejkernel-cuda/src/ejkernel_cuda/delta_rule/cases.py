@@ -17,8 +17,8 @@ from ejkernel.ops.model import Case
 
 DEFAULT_SIZES: dict[str, Any] = {"k": 128, "dtype": jnp.bfloat16}
 
-PACKED_CU_SEQLENS = (3, 3, 80, 150, 150, 210, 290)
-"""Sequences with fewer tokens than a chunk and with more, two that are empty, and padding tokens on both sides."""
+PACKED_CU_SEQLENS = (0, 0, 80, 150, 150, 210, 290)
+"""Sequences with fewer tokens than a chunk and with more, two that are empty, and padding tokens after the last."""
 
 PACKED_SIZES: dict[str, Any] = {"b": 1, "t": 300, "n": len(PACKED_CU_SEQLENS) - 1, **DEFAULT_SIZES}
 LONG_SIZES: dict[str, Any] = {"b": 1, "t": 1100, **DEFAULT_SIZES}

@@ -4,10 +4,9 @@
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.linear_recurrence import LinearRecurrence, num_state_heads
+from ejkernel.families.linear_recurrence import LinearRecurrence, has_decay_per_channel, num_state_heads
 
 CHUNK = 64
 """Tokens per chunk, of all kernels."""
@@ -31,13 +30,14 @@ def num_scan_blocks(record: LinearRecurrence) -> int:
 
 
 def num_chunks(record: LinearRecurrence) -> int:
-    """Returns the number of chunks of a row; the most that a packed one can have, whose sequences and whose padding
-    tokens before and after them begin with chunks of their own.
+    """Returns the number of chunks of a row; the most that a packed one can have, whose sequences, and padding tokens
+    before and after them, begin with chunks of their own.
     """
     tokens = record.query.shape[1]
     if record.cu_seqlens is None:
         return cdiv(tokens, CHUNK)
-    return (tokens + (CHUNK - 1) * (record.cu_seqlens.shape[0] + 1)) // CHUNK
+    sequences = record.cu_seqlens.shape[0] - 1
+    return (tokens + CHUNK * sequences + 2 * (CHUNK - 1)) // CHUNK
 
 
 def num_segments(record: LinearRecurrence) -> int:
@@ -48,28 +48,32 @@ def num_segments(record: LinearRecurrence) -> int:
 
 def chunk_table(record: LinearRecurrence) -> jax.Array:
     """Returns the chunks of a packed row, [num_chunks + 1, 4] in int32, as the kernels read them: first token, tokens,
-    rows that are stored, and mark; then the number of chunks. Empty for a row that is not packed.
+    rows that are stored, and mark; the last entry begins with their number. Empty for a row that is not packed.
     """
     if record.cu_seqlens is None:
         return jnp.zeros(0, jnp.int32)
-    tokens, chunks = record.query.shape[1], num_chunks(record)
-    sequences = record.cu_seqlens.shape[0] - 1
-    bounds = lax.cummax(jnp.clip(record.cu_seqlens.astype(jnp.int32), 0, tokens))
-    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), bounds])
-    ends = jnp.concatenate([bounds, jnp.full(1, tokens, jnp.int32)])
-    last_chunks = jnp.cumsum(cdiv(ends - starts, CHUNK))  # each sequence's, exclusive
-    index = jnp.arange(chunks, dtype=jnp.int32)
-    owner = jnp.sum(index[:, None] >= last_chunks[None], axis=1)
-    owner = jnp.minimum(owner, sequences + 1)
-    first = (last_chunks - cdiv(ends - starts, CHUNK))[owner]
-    is_chunk = index < last_chunks[-1]
-    token = jnp.where(is_chunk, starts[owner] + (index - first) * CHUNK, tokens)
-    rows = jnp.clip(ends[owner] - token, 0, CHUNK)
+    tokens, entries, sequences = record.query.shape[1], num_chunks(record) + 1, record.cu_seqlens.shape[0] - 1
+    # Padding tokens before the sequences are the first owner of chunks, those after them the last one.
+    bounds = jnp.clip(record.cu_seqlens.astype(jnp.int32), 0, tokens)
+    starts, ends = jnp.pad(bounds, (1, 0)), jnp.pad(bounds, (0, 1), constant_values=tokens)
+    owner = jnp.arange(sequences + 2, dtype=jnp.int32)
     is_padding = (owner == 0) | (owner == sequences + 1)
-    mark = jnp.where(is_padding, sequences, owner - 1) * 4 + (index == first) + 2 * (index == last_chunks[owner] - 1)
-    table = jnp.stack([token, jnp.where(is_padding, 0, rows), rows, mark], axis=1)
-    count = jnp.zeros((1, 4), jnp.int32).at[0, 0].set(last_chunks[-1])
-    return jnp.concatenate([table, count]).astype(jnp.int32)
+    chunks = jnp.maximum(cdiv(ends - starts, CHUNK), jnp.where(is_padding, 0, 1))
+    # Sums over a few owners, which XLA fuses, instead of scans and gathers.
+    last = jnp.sum(jnp.where(owner[:, None] >= owner[None], chunks[None], 0), axis=1)
+    first, index = last - chunks, jnp.arange(entries, dtype=jnp.int32)[:, None]
+    is_owner = (index >= first) & (index < last)
+
+    def of_owner(field: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(is_owner, field, 0), axis=1)
+
+    token = starts + (index - first) * CHUNK
+    rows = jnp.clip(ends - token, 0, CHUNK)
+    mark = jnp.where(is_padding, sequences, owner - 1) * 4 + (index == first) + 2 * (index == last - 1)
+    count = jnp.sum(chunks)
+    token = jnp.where(index[:, 0] == entries - 1, count, of_owner(jnp.minimum(token, max(0, tokens - 1))))
+    mark = jnp.where(index[:, 0] < count, of_owner(mark), -1)
+    return jnp.stack([token, of_owner(jnp.where(is_padding, 0, rows)), of_owner(rows), mark], axis=1)
 
 
 def starting_states(record: LinearRecurrence) -> jax.Array | None:
@@ -77,18 +81,17 @@ def starting_states(record: LinearRecurrence) -> jax.Array | None:
     return record.initial_state if record.cu_seqlens is None else record.sequence_state
 
 
-def states_after(record: LinearRecurrence, stored: jax.Array, before: jax.Array) -> jax.Array:
-    """Returns the states after rows or sequences, from those that a scan has stored.
+def scan_handler(name: str, record: LinearRecurrence, segments: int) -> str:
+    """Returns the name of a scan's handler: another one where kernels before the scan pass it something in results that
+    nothing else reads, which XLA must not put into a graph.
 
     Args:
+        name: The name without segments.
         record: The canonical arguments.
-        stored: [B, H, K, V], or [N, H, K, V] of packed sequences, where those without tokens are not written.
-        before: The states before them, in the scan's order.
+        segments: The number of segments of each row.
     """
-    if record.cu_seqlens is None:
-        return stored
-    lengths = jnp.diff(lax.cummax(jnp.clip(record.cu_seqlens, 0, record.query.shape[1])))
-    return jnp.where((lengths > 0)[:, None, None, None], stored, before)
+    passes_results = segments > 1 and has_decay_per_channel(record) == (record.beta is not None)
+    return f"{name}_in_segments" if passes_results else name
 
 
 def segment_results(record: LinearRecurrence, segments: int) -> tuple[jax.ShapeDtypeStruct, ...]:
