@@ -2,6 +2,7 @@
 
     python benchmarks/linear_recurrence/linear_recurrence_gpu.py  # the table
     python benchmarks/linear_recurrence/linear_recurrence_gpu.py --quick  # few rounds
+    python benchmarks/linear_recurrence/linear_recurrence_gpu.py --long  # long rows, and packed documents
     # also every configuration worth measuring
     python benchmarks/linear_recurrence/linear_recurrence_gpu.py --candidates
     python benchmarks/linear_recurrence/linear_recurrence_gpu.py --stages  # the kernels one by one, with many tiles
@@ -131,8 +132,14 @@ class Cell:
         return frozenset({"query", "key", "value"} | extra.get(self.kind, set()))
 
 
-def cells(quick: bool) -> Iterator[Cell]:
+def cells(quick: bool, long: bool) -> Iterator[Cell]:
     """What is measured; packed documents have as many tokens as the rows above them, long rows twice as many."""
+    if long:
+        for kind in ("kda", "gated delta", "lightning", "gla", "gate a head"):
+            yield Cell(kind=kind)
+            yield Cell(kind=kind, batch=1, length=65536)
+            yield Cell(kind=kind, batch=1, length=65536, documents=70)
+        return
     for kind in ("gla", "lightning", "gate a head", "gated delta", "kda"):
         # GLA's initialisation is mild.
         for gates in STRENGTHS if kind in GATED else STRENGTHS[:1]:
@@ -356,6 +363,7 @@ def main() -> None:
         {
             "--quick": "the short sequences, few rounds",
             **shared.report.CANDIDATES_FLAG,
+            "--long": "four rows, one long row and packed documents of it, all with the gates of fresh layers",
             "--stages": "the kernels one by one, with many tiles",
         },
         {
@@ -364,7 +372,7 @@ def main() -> None:
         },
     )
     print(shared.report.heading())
-    chosen = [c for c in cells(options.quick) if not options.cells or c.kind in options.cells.split(",")]
+    chosen = [c for c in cells(options.quick, options.long) if not options.cells or c.kind in options.cells.split(",")]
     if options.stages:
         from linear_recurrence import _recurrence_stages
 
