@@ -291,7 +291,7 @@ def contenders(cell: Cell, record: LinearRecurrence, options: argparse.Namespace
         if options.candidates:
             for config in space.candidates(record, current_device(), "forward"):
                 found[str(config)] = kernel(name, config)
-    if options.only in "cuda":
+    if options.only in "cuda" and cell.documents == 0:
         gates_per_head = "cuda_chunked" if record.beta is None else "cuda_delta"
         found["ejkernel cuda"] = kernel("cuda_channel_gates" if cell.kind in ("gla", "kda") else gates_per_head, None)
     if options.only in "xla":

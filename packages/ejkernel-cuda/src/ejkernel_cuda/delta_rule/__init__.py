@@ -11,13 +11,13 @@ from ejkernel.ops.params import Direction
 from ejkernel_cuda.delta_rule.plan import VALUE_CHANNELS_PER_BLOCK, num_scan_blocks
 from ejkernel_cuda.requirements import cuda_requires
 
-HANDLED_FIELDS = frozenset({"decay", "initial_state", "cu_seqlens", "sequence_state"})
+HANDLED_FIELDS = frozenset({"decay", "initial_state"})
 """Optional fields that the kernels honour, next to beta."""
 
 HANDLED_FIELDS_WITHOUT_DELTA = HANDLED_FIELDS | {"dt", "skip", "transposed_states"}
 """Optional fields that the kernels honour without the delta rule."""
 
-DIFFERENTIABLE_FIELDS = (HANDLED_FIELDS - {"cu_seqlens"}) | {"query", "key", "value"}
+DIFFERENTIABLE_FIELDS = HANDLED_FIELDS | {"query", "key", "value"}
 
 KEY_DIM = 128
 """The key dimension that the kernel is compiled for."""
