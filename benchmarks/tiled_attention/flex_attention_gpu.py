@@ -185,11 +185,12 @@ def main() -> None:
     parser.add_argument("--functions", default=",".join(names), help="names of functions, with commas between them")
     parser.add_argument("--sizes", default="8x4096x64,8x4096x128,16x1024x64", help="batch x length x head dimension")
     parser.add_argument("--prepare", action="store_true", help="compile and check alone")
+    parser.add_argument("--without-flex", action="store_true", help="leave flex attention out, which compiles slowly")
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     if not shared.report.has_gpu():
         return
-    has_flex = importlib.util.find_spec("torch") is not None
+    has_flex = importlib.util.find_spec("torch") is not None and not options.without_flex
     sizes = [tuple(map(int, size.split("x"))) for size in options.sizes.split(",")]
     problems = [Problem(name, *size) for size in sizes for name in options.functions.split(",")]
     found = (row for x in problems for row in rows(x, 0 if options.prepare else options.rounds, has_flex))
