@@ -169,7 +169,8 @@ def decode_rows(rounds: int) -> Iterator[list[str]]:
         layer = dataclasses.replace(LAYERS[0], heads=heads)
         arrays, _ = layer.make_arrays(DECODE_QUERIES, DECODE_KEYS)
         # Different queries, so that XLA cannot share calls.
-        queries = [arrays.pop("query") * factor for factor in range(1, CALLS_PER_PROGRAM + 1)]
+        query = arrays.pop("query")
+        queries = [jnp.roll(query, n, axis=1) for n in range(CALLS_PER_PROGRAM)]
         bytes_read = int(jnp.sum(arrays["indices"] >= 0)) * layer.head_dim * 2
 
         def program(call: Callable[..., jax.Array], queries: list[jax.Array], **arrays: Any) -> list[jax.Array]:
@@ -179,8 +180,8 @@ def decode_rows(rounds: int) -> Iterator[list[str]]:
         for platform in ("cuda", "triton"):
             call = functools.partial(token_sparse_attention, platform=platform, **layer.options())
             contenders[platform] = functools.partial(jax.jit(functools.partial(program, call)), queries, **arrays)
-        copied = jnp.zeros(bytes_read * CALLS_PER_PROGRAM // 4, jnp.bfloat16) + arrays["key"][0, 0, 0, 0]
-        contenders["copy"] = functools.partial(jax.jit(lambda x: x + 1), copied)
+        copied = jax.random.normal(jax.random.key(1), (bytes_read * CALLS_PER_PROGRAM // 8,), jnp.float32)
+        contenders["copy"] = functools.partial(jax.jit(lambda x: -x), copied)
         for side, seconds in shared.turns.time_in_turns(contenders, rounds).items():
             took = seconds / CALLS_PER_PROGRAM
             products = "" if side == "copy" else f"{layer.operations(arrays['indices']) / took / 1e12:.0f} TFLOP/s"
