@@ -33,6 +33,7 @@ from ejkernel.modules import (
     ring_attention,
     rwkv7,
     state_space_v1,
+    token_sparse_attention,
 )
 from ejkernel.planning.quantized_formats import make_format
 from ejkernel.types import MaskInfo
@@ -531,3 +532,24 @@ def selected_keys(keys: int) -> Workload:
     pairs = queries * (keys - queries) + queries * (queries + 1) / 2
     copied = 2 * size * (queries * heads + keys) + 4 * queries * heads + 8 * queries * selected
     return Workload(function=forward, args=args, flops=2 * pairs * heads * size, min_hbm_bytes=copied)
+
+
+def listed_keys(keys: int, latent: bool = False) -> Workload:
+    """Attention of 128 queries to 2048 random keys each: 64 heads of 128 and 4 KV heads, or 128 heads of one latent key
+    of 512 + 64.
+    """
+    queries, listed = 128, 2048
+
+    def forward(query: Any, key: Any, value: Any, indices: Any) -> Any:
+        if latent:
+            options: dict[str, Any] = {"softmax_scale": 0.1, "value_size": 512, "platform": "pallas"}
+            return token_sparse_attention(query, key, None, indices, **options)
+        return token_sparse_attention(query, key, value, indices, platform="pallas")
+
+    heads, kv_heads, size, value_size = (128, 1, 576, 512) if latent else (64, 4, 128, 128)
+    order = np.random.default_rng(0).random((queries, keys))
+    indices = np.argsort(order, axis=1)[None, :, :listed].astype(np.int32)
+    query, key = (jax.ShapeDtypeStruct((1, n, h, size), jnp.bfloat16) for n, h in ((queries, heads), (keys, kv_heads)))
+    copied = 2 * (queries * heads * (size + value_size) + keys * kv_heads * (size if latent else 2 * size))
+    flops = 2.0 * queries * heads * listed * (size + value_size)
+    return Workload(function=forward, args=(query, key, key, indices), flops=flops, min_hbm_bytes=copied)

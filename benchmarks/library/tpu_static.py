@@ -167,6 +167,11 @@ SELECTED = tuple(
 INDEXED = tuple(
     case(f"lightning indexer, 256 queries, {n} keys, ejkernel", "selected_keys", OURS, keys=n) for n in (32768, 131072)
 )
+LISTED = tuple(
+    case(f"listed keys, {kind}, 128 queries, {n} keys, ejkernel", "listed_keys", OURS, keys=n, latent=kind == "latent")
+    for kind in ("grouped", "latent")
+    for n in (8192, 32768)
+)
 MASKED = tuple(
     case(f"flash attention, {mask}{by}, ejkernel", "masked_attention", OURS, mask=mask, by_function=bool(by))
     for mask in ("causal", "window", "documents")
@@ -211,6 +216,7 @@ ALL = (
     *SELECTED,
     *MASKED,
     *INDEXED,
+    *LISTED,
 )
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules import lightning_indexer
+from ejkernel.modules import lightning_indexer, token_sparse_attention
 from ejkernel_pallas.tpu.profile import CHIPS
 from ejkernel_pallas.tpu.profile.compiling import compiling_for
 
@@ -34,7 +34,7 @@ COLUMNS = ("call", "chip", "µs at least", "not estimated")
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 ESTIMATE = re.compile(r'"estimated_cycles":"(\d+)"')
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-NOT_ESTIMATED = re.compile(r" (sort|gather|scatter)\(")
+NOT_ESTIMATED = re.compile(r" (sort|gather|scatter|fusion)\(")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +64,39 @@ def indexer(queries: int, keys: int, selected: int = 2048) -> Call:
     return Call(f"lightning indexer, {queries} queries, {keys} keys", forward, args, trips)
 
 
+def latent_lists(queries: int, keys: int, listed: int = 2048) -> Call:
+    """Attention of DeepSeek-V3.2 to listed keys: 128 heads of one latent key of 512 + 64. XLA has a query at a time."""
+
+    def forward(query: Any, key: Any, indices: Any) -> Any:
+        return token_sparse_attention(query, key, None, indices, softmax_scale=0.1, value_size=512, platform="xla")
+
+    shape = jax.ShapeDtypeStruct
+    args = (
+        shape((1, queries, 128, 576), jnp.bfloat16),
+        shape((1, keys, 1, 576), jnp.bfloat16),
+        shape((1, queries, listed), jnp.int32),
+    )
+    return Call(f"listed keys, latent, {queries} queries, {keys} keys", forward, args, (queries,))
+
+
+def grouped_lists(queries: int, keys: int, listed: int = 2048) -> Call:
+    """Attention to listed keys with 64 heads of 128 and 4 KV heads. XLA has one KV head and four queries at a time."""
+
+    def forward(query: Any, key: Any, value: Any, indices: Any) -> Any:
+        return token_sparse_attention(query, key, value, indices, platform="xla")
+
+    shape = jax.ShapeDtypeStruct
+    array = shape((1, keys, 4, 128), jnp.bfloat16)
+    args = (shape((1, queries, 64, 128), jnp.bfloat16), array, array, shape((1, queries, listed), jnp.int32))
+    return Call(f"listed keys, grouped, {queries} queries, {keys} keys", forward, args, (4, -(-queries // 4)))
+
+
 QUICK = (indexer(8, 512, 256),)
-ALL = (*(indexer(queries, 32768) for queries in (1, 8, 256)), indexer(256, 131072))
+ALL = (
+    *(indexer(queries, 32768) for queries in (1, 8, 256)),
+    indexer(256, 131072),
+    *(make(256, keys) for make in (latent_lists, grouped_lists) for keys in (8192, 32768, 131072)),
+)
 
 
 def cycles(program: str, trips_by_depth: tuple[int, ...]) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from ejkernel_pallas.tpu import ring_attention as tpu_ring_attention
 from ejkernel_pallas.tpu import selected_attention as tpu_selected_attention
 from ejkernel_pallas.tpu import selective_scan as tpu_selective_scan
 from ejkernel_pallas.tpu import tiled_attention as tpu_tiled_attention
+from ejkernel_pallas.tpu import token_sparse_attention as tpu_token_sparse_attention
 
 
 @hookimpl
@@ -50,4 +51,5 @@ def ejkernel_implementations() -> tuple[Implementation, ...]:
         *tpu_latent_attention.implementations(),
         *tpu_cross_entropy.implementations(),
         *tpu_lightning_indexer.implementations(),
+        *tpu_token_sparse_attention.implementations(),
     )

@@ -35,10 +35,6 @@ REASONS_WITHOUT_TPU_KERNEL = {
         "it is one pass over the values and has no product: XLA fuses the sum and the division into this pass, and "
         "a kernel would read as many bytes"
     ),
-    "token_sparse_attention": (
-        "the rows that a query lists are separate copies from HBM, which XLA starts for a whole tile at a time; a "
-        "kernel is not written"
-    ),
     "wkv": ("each token has a few elementwise operations per channel and no product; a kernel is not written"),
 }
 """Reasons by family. The support matrix shows them at the operations that no TPU kernel serves."""

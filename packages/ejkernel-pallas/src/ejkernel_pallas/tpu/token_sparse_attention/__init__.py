@@ -1,0 +1,55 @@
+"""Token-sparse attention in Mosaic TPU: whole tiles of keys, each key counted as often as a query lists it.
+
+The requirements and limits of the kernel are data in this module, so Pallas is not imported before a call.
+"""
+
+from collections.abc import Iterable
+
+from ejkernel.families.token_sparse_attention import FAMILY, TokenSparseAttention
+from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import Direction
+from ejkernel_pallas.tpu.requirements import make_mosaic_tpu_implementation, tpu_requires
+from ejkernel_pallas.tpu.token_sparse_attention import config
+
+MAX_HEAD_DIM = 1024
+"""The largest rows of keys that tiles hold."""
+MAX_QUERY_TILES = 2**16
+"""The most tiles of queries: the tiles of keys that they list are in scalar memory."""
+MIN_QUERIES = 32
+"""The fewest queries that fill a tile."""
+MAX_KEYS_OF_A_LISTED_KEY = 768
+"""How many keys, times the query heads of a KV head, take the kernel as long as a listed key takes XLA's program.
+
+The estimates and the rule are in docs/lab/tpu_kernels.md.
+"""
+
+
+def _priority(record: TokenSparseAttention, device: DeviceInfo, direction: Direction) -> int:
+    """Returns the place in the order of choice: after XLA's, which gathers, for few queries and short lists."""
+    group, listed = record.query.shape[2] // record.key.shape[2], record.indices.shape[3]
+    has_long_lists = record.key.shape[1] * group <= MAX_KEYS_OF_A_LISTED_KEY * listed
+    return 10 if has_long_lists and record.query.shape[1] >= MIN_QUERIES else -10
+
+
+def _refusal_reasons(record: TokenSparseAttention) -> Iterable[str]:
+    """Yields the reasons to refuse a record that `Requires` cannot express."""
+    (batch, tokens, *_), smallest = record.query.shape, config.SMALLEST_CONFIG
+    if batch * tokens > MAX_QUERY_TILES * smallest.block_q:
+        yield f"query: got {batch * tokens} queries, the kernel takes at most {MAX_QUERY_TILES * smallest.block_q}"
+    if (needed := config.vmem_bytes(record, smallest)) > config.MAX_VMEM_BYTES:
+        yield (
+            f"key: got {needed} bytes of VMEM for {smallest.block_q} queries and lists of {record.indices.shape[3]} of "
+            f"{record.key.shape[1]} keys, the kernel takes {config.MAX_VMEM_BYTES}"
+        )
+
+
+def implementations() -> tuple[Implementation, ...]:
+    """Returns the implementation of this family; its gradients are XLA's."""
+    requires = tpu_requires(
+        supported_fields={"value", "softmax_aux"},
+        refusal_reasons=_refusal_reasons,
+        head_dims=range(1, MAX_HEAD_DIM + 1),
+    )
+    space = ConfigSpace.of(config, forward=config.TpuTokenSparse)
+    return (make_mosaic_tpu_implementation(FAMILY, space, requires, backward=False, priority=_priority),)
