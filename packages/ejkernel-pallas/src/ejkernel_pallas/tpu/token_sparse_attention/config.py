@@ -10,7 +10,7 @@ from ejkernel.ops.params import Direction
 LANES = 128
 MAX_TILE_ROWS = 1024
 """The most rows of a tile of queries for a KV head: its query heads, for each query."""
-MAX_PRODUCT_ROWS, MAX_FLOAT32_PRODUCT_ROWS = 256, 64
+MAX_PRODUCT_ROWS, MAX_FLOAT32_PRODUCT_ROWS = 256, 32
 """The most rows of a product, whose scores are computed at a time. A product of float32 is several of bfloat16, which
 the compiler lays out one after another.
 """
@@ -46,7 +46,7 @@ SMALLEST_CONFIG = TpuTokenSparse(block_q=8, block_kv=LANES)
 def heuristic(record: TokenSparseAttention, device: Any, direction: Direction) -> TpuTokenSparse:
     """Returns the configuration for a record. It is not measured."""
     if record.query.dtype.itemsize > 2:
-        return fit_config(record, TpuTokenSparse(block_q=32, block_kv=512))
+        return fit_config(record, TpuTokenSparse(block_q=32, block_kv=256))
     is_narrow = pad_to_lanes(record.query.shape[3]) <= 2 * LANES
     return fit_config(record, TpuTokenSparse(block_q=32, block_kv=2048 if is_narrow else 1024))
 
