@@ -13,7 +13,7 @@ T, S, K = 512, 4000, 1000
 
 
 @pytest.mark.parametrize(
-    ("case", "name"), on_chips([("bfloat16", False), ("bfloat16", True), ("float32", False), ("float32", True)])
+    ("case", "name"), on_chips([("bfloat16", False), ("float32", False), ("bfloat16", True), ("float32", True)])
 )
 def test_forward_compiles_and_keeps_no_scores(case, name):
     dtype, latent = case
