@@ -91,6 +91,9 @@ def invariance_limits(record: TiledAttention) -> Iterable[str]:
     """Yields why rows of a record depend on the rest of its call."""
     if record.dropout_prob > 0:
         yield "dropout_prob: which weights are dropped follows from a row's place in the batch"
+    for name in ("score_mod", "mask_mod"):
+        if getattr(record, name) is not None:
+            yield f"{name}: it is given the indices of a pair in the whole call"
     if record.pattern is not None:
         yield "pattern: which key tiles are full, and so come first, follows from the other queries of a tile"
     if record.mask is not None:
