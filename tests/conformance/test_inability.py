@@ -109,6 +109,8 @@ INABILITY = {
             r"sliding_window: .* does not end at the query's own position",
             rf"bias: shape .*, wants all {N} queries and {N} keys",
             "query: got one query and one key, cuDNN wants more",
+            "parents: got trees whose states are returned, the kernel returns their outputs alone",
+            "parents: got gates per key channel, the kernel reads trees with gates per head",
             "lm_head: got none, the kernels compute logits from hidden states",
             "initial_state: got transposed states, which the kernel does not read with beta or gates per key channel",
         ]

@@ -17,9 +17,7 @@ from ejkernel_cuda.recurrent_step import cases
 
 H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
 REPLACED = {
-    "__shared__ StepShared<K> memory;": (
-        "StepShared<K>& memory = *reinterpret_cast<StepShared<K>*>(device::current->block->shared);"
-    ),
+    "extern __shared__ __align__(16) unsigned char memory[];": ("char* const memory = device::current->block->shared;"),
     "__grid_constant__": "",
 }
 CASES = {(op, case.name): case for op, found in cases.cases().items() for case in found}
@@ -34,9 +32,10 @@ def host(compile_on_host):
 def called(function, arrays, sizes, *more):
     """Calls a function with arrays and integers."""
     function.restype = ctypes.c_char_p
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *(ctypes.c_float for _ in more)]
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, *(ctypes.c_float for _ in more)]
     pointers = (ctypes.c_void_p * len(arrays))(*(None if x is None else x.ctypes.data for x in arrays))
-    assert function(pointers, (ctypes.c_int * len(sizes))(*map(int, sizes)), *more) is None
+    num_bytes = (ctypes.c_int * len(arrays))(*(0 if x is None else x.nbytes for x in arrays))
+    assert function(pointers, num_bytes, (ctypes.c_int * len(sizes))(*map(int, sizes)), *more) is None
 
 
 def run(host, record):
@@ -56,7 +55,12 @@ def run(host, record):
         strides[-2] = 0 if x is None or x.shape[1] == 1 else strides[-2]
     given = (record.query, record.key, record.value, *numbers, record.cu_seqlens, record.state_slots)
     arrays = [None if x is None else np.array(x) for x in given]
-    arrays += [None if initial is None else final, final, output]
+    arrays += [
+        None if initial is None else final,
+        final,
+        output,
+        None if record.parents is None else np.array(record.parents),
+    ]
     channels = record.decay is not None and record.decay.shape[3] > 1
     sizes = [rows, tokens, sequences, heads, query_heads, record.key.shape[2], record.value.shape[2], columns]
     sizes += [final.shape[0], keys, channels, record.transposed_states, *strides]
@@ -130,7 +134,7 @@ def refusals(**changes):
 
 @pytest.mark.parametrize(
     ("changes", "first"),
-    [({"tokens": 3}, False), ({"tokens": 4}, True), ({"tokens": 6, "decay": True}, False), ({"decay": True}, True)],
+    [({"tokens": 3}, False), ({"tokens": 4}, True), ({"tokens": 3, "decay": True}, False), ({"decay": True}, True)],
 )
 def test_priority_of_calls_with_few_tokens_is_below_triton(changes, first):
     assert refusals(**changes) == []
@@ -142,8 +146,8 @@ def test_priority_of_calls_with_few_tokens_is_below_triton(changes, first):
     [
         ({"tokens": 9}, "query: 9 tokens of 1 sequences; the decode step supports at most 8 tokens per sequence"),
         (
-            {"packed": True},
-            "query: one of 64 packed sequences may have 449 tokens; the decode step supports at most 257",
+            {"packed": True, "tokens": 40},
+            "query: one of 64 packed sequences may have 2497 tokens; the decode step supports at most 2049",
         ),
         ({"size": 96}, "query: got head dimension 96, the kernel wants one of 64, 128"),
         ({"columns": 48}, "value: got head dimension 48, the kernel wants a multiple of 32"),
@@ -157,6 +161,14 @@ def test_priority_of_calls_with_few_tokens_is_below_triton(changes, first):
             {"transposed_states": True, "beta": True},
             "initial_state: got transposed states, which the kernel does not read with beta or gates per key channel",
         ),
+        (
+            {"parents": jax.ShapeDtypeStruct((64, 8), jnp.int32)},
+            "parents: got trees whose states are returned, the kernel returns their outputs alone",
+        ),
+        (
+            {"parents": jax.ShapeDtypeStruct((64, 8), jnp.int32), "keeps_token_states": False, "decay": True},
+            "parents: got gates per key channel, the kernel reads trees with gates per head",
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -165,4 +177,10 @@ def test_unsupported_calls_are_refused_with_the_argument_name(changes, sentence)
 
 
 def test_supported_calls_are_served():
-    assert refusals() == refusals(decay=True, beta=True) == refusals(packed=True, tokens=4) == []
+    assert refusals() == refusals(decay=True, beta=True) == refusals(packed=True, tokens=8) == []
+
+
+def test_trees_whose_states_are_not_kept_take_the_kernel_first():
+    changes = {"parents": jax.ShapeDtypeStruct((64, 3), jnp.int32), "keeps_token_states": False, "tokens": 3}
+    assert refusals(**changes) == []
+    assert verdict(**changes).priority > 20

@@ -22,7 +22,7 @@ FOLDERS = (
 )
 ANY_ARGUMENT = "{name}"
 """A refusal that begins with a variable loops over names of arguments."""
-FIELDS_OF_FEW_OPERATIONS = {"beta", "bias", "block_tables"}
+FIELDS_OF_FEW_OPERATIONS = {"beta", "bias", "block_tables", "parents"}
 """Fields that are None in the records of the other operations, which the kernels refuse, or never see."""
 
 

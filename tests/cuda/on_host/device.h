@@ -212,6 +212,10 @@ inline float __shfl_sync(unsigned, float value, int lane) {
   return other;
 }
 inline int __ffs(int x) { return __builtin_ffs(x); }
+inline unsigned __shfl_sync(unsigned mask, unsigned value, int lane) {
+  return __float_as_uint(__shfl_sync(mask, __uint_as_float(value), lane));
+}
+inline int __shfl_sync(unsigned mask, int value, int lane) { return __shfl_sync(mask, unsigned(value), lane); }
 inline float __shfl_up_sync(unsigned mask, float value, int lanes) {
   const int lane = device::current->index % 32;
   return __shfl_sync(mask, value, lane < lanes ? lane : lane - lanes);

@@ -6,11 +6,9 @@
 #pragma once
 
 #include "common/logarithms.cuh"
-#include "recurrent_step/state.cuh"
+#include "recurrent_step/stage.cuh"
 
 namespace ejkernel::recurrent_step {
-
-constexpr int kStepThreads = 128;
 
 // Cumulative log gates of one key channel over a chunk, for token r; they are sums, so that nothing cancels.
 struct KeyDecay {
@@ -33,11 +31,6 @@ __device__ __forceinline__ KeyDecay key_decay(float gate, int r) {
     decay.all += other;
   }
   return decay;
-}
-
-// Loads the gates of four key channels of a token; 0 for a missing token.
-__device__ __forceinline__ float4 load_gates(const float* at, bool there) {
-  return there ? *reinterpret_cast<const float4*>(at) : float4{0.f, 0.f, 0.f, 0.f};
 }
 
 // c += a b, with both operands split into high and low TF32 parts.
@@ -63,34 +56,16 @@ struct StepShared {
   float all[K];                       // the decay over the whole chunk
 };
 
-// Query, key and gates of four key channels of a token.
-struct ChannelPiece {
-  uint2 query, key;
-  float4 gates;
-};
-
-template <typename T>
-__device__ __forceinline__ ChannelPiece load_piece(
-    const float* gates, const T* query, const T* key, int at, bool there) {
-  ChannelPiece piece{uint2{0, 0}, uint2{0, 0}, load_gates(gates + at, there)};
-  if (there) {
-    piece.query = *reinterpret_cast<const uint2*>(query + at);
-    piece.key = *reinterpret_cast<const uint2*>(key + at);
-  }
-  return piece;
-}
-
 // Adds up the partial products of the four warps of a head.
-__device__ __forceinline__ float4 sum_of_warps(float4* exchanged, const float (&found)[4], int lane) {
-  exchanged[threadIdx.x] = float4{found[0], found[1], found[2], found[3]};
+__device__ __forceinline__ void sum_over_warps(float4* exchanged, float (&x)[4], int lane) {
+  exchanged[threadIdx.x] = float4{x[0], x[1], x[2], x[3]};
   __syncthreads();
-  float4 sum{0.f, 0.f, 0.f, 0.f};
+  x[0] = x[1] = x[2] = x[3] = 0.f;
 #pragma unroll
-  for (int n = 0; n < kStepThreads / 32; ++n) {
+  for (int n = 0; n < kStepWarps; ++n) {
     const float4 other = exchanged[32 * n + lane];
-    sum = float4{sum.x + other.x, sum.y + other.y, sum.z + other.z, sum.w + other.w};
+    x[0] += other.x, x[1] += other.y, x[2] += other.z, x[3] += other.w;
   }
-  return sum;
 }
 
 // Computes the products of token r with tokens 2 c and 2 c + 1, as queries and as keys, with the key channels' decay
@@ -100,26 +75,25 @@ __device__ __forceinline__ float4 sum_of_warps(float4* exchanged, const float (&
 // from the middle of the smallest aligned block that has both tokens. The factors are at most 1 if gates are at most 0.
 // Blocks of 2, 4 and 8 tokens need one product each. Each warp computes its share of the key channels.
 template <typename T, int K, bool kDelta>
-__device__ __forceinline__ float4 prepare_channels(
-    const float* gates, const T* query, const T* key, StepShared<K>& shared, bool there, int lane) {
-  constexpr int kWarps = kStepThreads / 32;
+__device__ __forceinline__ void prepare_channels(
+    const TokenStage<K>& stage, StepShared<K>& shared, float (&pairs)[4], int lane) {
   const int r = lane / 4, c = lane % 4, first = threadIdx.x / 32;
   float of_level[3][4] = {}, plain[4] = {};
-  ChannelPiece next = load_piece(gates, query, key, 16 * first + 4 * c, there);
+  __syncthreads();  // all warps have read the shared data of the chunk before
 #pragma unroll 1
-  for (int t = first; t < K / 16; t += kWarps) {
-    const ChannelPiece piece = next;
-    const int at = 16 * t + 4 * c;
-    if (t + kWarps < K / 16) next = load_piece(gates, query, key, at + 16 * kWarps, there);
-    const float gate[4] = {piece.gates.x, piece.gates.y, piece.gates.z, piece.gates.w};
-    const uint32_t both[4] = {piece.query.x, piece.key.x, piece.query.y, piece.key.y};
-    Half<T>::multiply(plain, both, piece.key.x, piece.key.y);
+  for (int piece = 0; piece < TokenStage<K>::kPieces; ++piece) {
+    const uint2 query = stage.query[piece][lane], key = stage.key[piece][lane];
+    const float4 gates = stage.gates[piece][lane];
+    const int at = 16 * (kStepWarps * piece + first) + 4 * c;
+    const float gate[4] = {gates.x, gates.y, gates.z, gates.w};
+    const uint32_t both[4] = {query.x, key.x, query.y, key.y};
+    Half<T>::multiply(plain, both, key.x, key.y);
     float starts[4], known[4], ends[4], all[4];
 #pragma unroll
     for (int s = 0; s < 2; ++s) {
       const KeyDecay decay[2] = {key_decay(gate[2 * s], r), key_decay(gate[2 * s + 1], r)};
-      const float2 q = widened_pair<T>(s ? piece.query.y : piece.query.x);
-      const float2 k = widened_pair<T>(s ? piece.key.y : piece.key.x);
+      const float2 q = widened_pair<T>(s ? query.y : query.x);
+      const float2 k = widened_pair<T>(s ? key.y : key.x);
 #pragma unroll
       for (int level = 0; level < 3; ++level) {
         const bool upper = r >> level & 1;
@@ -144,14 +118,13 @@ __device__ __forceinline__ float4 prepare_channels(
     *reinterpret_cast<float4*>(&shared.ends[r][at]) = float4{ends[0], ends[1], ends[2], ends[3]};
     if (r == 0) *reinterpret_cast<float4*>(&shared.all[at]) = float4{all[0], all[1], all[2], all[3]};
   }
-  float found[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int token = 2 * c + i % 2, apart = r ^ token;
-    found[i] = apart > 3 ? of_level[2][i] : apart > 1 ? of_level[1][i] : apart > 0 ? of_level[0][i] : plain[i];
-    if (token > r) found[i] = 0.f;
+    pairs[i] = apart > 3 ? of_level[2][i] : apart > 1 ? of_level[1][i] : apart > 0 ? of_level[0][i] : plain[i];
+    if (token > r) pairs[i] = 0.f;
   }
-  return sum_of_warps(shared.pairs, found, lane);
+  sum_over_warps(shared.pairs, pairs, lane);
 }
 
 // Reads the state by queries and keys that decay from the chunk's start, then decays the state to the chunk's end.

@@ -25,11 +25,12 @@ __device__ __forceinline__ float2 widened_pair<__half>(uint32_t pair) {
   return float2{__half2float(__ushort_as_half(pair & 0xffff)), __half2float(__ushort_as_half(pair >> 16))};
 }
 
-// The 32-bit word that holds an element. It neither branches nor converts, so that loads can be in flight together.
-__device__ __forceinline__ uint32_t load_word(const Numbers& numbers, long long at) {
-  return static_cast<const uint32_t*>(numbers.data)[numbers.wide ? at : at >> 1];
+// The address of the 32-bit word that holds an element.
+__device__ __forceinline__ const uint32_t* word_address(const Numbers& numbers, long long at) {
+  return static_cast<const uint32_t*>(numbers.data) + (numbers.wide ? at : at >> 1);
 }
 
+// The element in its word.
 template <typename T>
 __device__ __forceinline__ float number_of(uint32_t word, const Numbers& numbers, long long at) {
   const float2 pair = widened_pair<T>(word);

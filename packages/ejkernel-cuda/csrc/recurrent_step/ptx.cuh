@@ -21,6 +21,14 @@ __device__ __forceinline__ uint32_t transpose_matrix(uint32_t pair) {
   return result;
 }
 
+// cp.async of 8 and of 4 bytes, or of zeros if `bytes` is 0.
+__device__ __forceinline__ void copy_async_8(uint32_t to, const void* from, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copy_async_4(uint32_t to, const void* from, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
 // A 16-byte store; for a struct of four floats the compiler emits four stores, each of a part of a sector.
 __device__ __forceinline__ void store_four(float* to, float a, float b, float c, float d) {
   asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");

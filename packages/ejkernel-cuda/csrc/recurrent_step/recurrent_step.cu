@@ -1,20 +1,15 @@
 // The XLA FFI handler of the decode step of linear recurrences.
+#include <algorithm>
+
 #include "common/dependent_launch.cuh"
 #include "common/ffi_handler.cuh"
-#include "recurrent_step/recurrent_step.cuh"
+#include "recurrent_step/channel_step.cuh"
+#include "recurrent_step/tree_step.cuh"
 
 namespace ejkernel::recurrent_step {
 namespace {
 
 constexpr HandlerErrors kErrors{"recurrent step"};
-
-template <typename T, int K, bool kDelta, bool kChannels, bool kTransposed>
-ffi::Error launch(cudaStream_t stream, const RecurrentStep& call) {
-  const int64_t warps = int64_t(call.rows) * call.sequences * call.heads * (call.values / kStepValues);
-  constexpr int kWarps = kStepThreads / 32;
-  const auto kernel = step_kernel<T, K, kDelta, kChannels, kTransposed>;
-  return kErrors.check("launch", launch_in_order(kernel, (warps + kWarps - 1) / kWarps, kStepThreads, 0, stream, call));
-}
 
 // The template arguments that select a kernel, except for the dtype.
 struct Kind {
@@ -22,17 +17,46 @@ struct Kind {
   bool channels, transposed;
 };
 
+template <typename T, int K, bool kDelta, bool kTransposed>
+ffi::Error launch_for_heads(cudaStream_t stream, const RecurrentStep& call) {
+  const auto kernel = call.parents == nullptr ? step_kernel<T, K, kDelta, kTransposed> : tree_kernel<T, K, kDelta, kTransposed>;
+  return kErrors.check("launch", launch_in_order(kernel, count_items(call), 32, 0, stream, call));
+}
+
+// Launches as many blocks as fit on the chip, each of which has several work items.
+template <typename T, int K, bool kDelta>
+ffi::Error launch_for_channels(cudaStream_t stream, const RecurrentStep& call) {
+  const auto kernel = channel_kernel<T, K, kDelta>;
+  constexpr size_t kShared = channel_shared_bytes<K>();
+  int device = 0, multiprocessors = 0, resident = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  }
+  if (error == cudaSuccess) error = request_shared_memory(kernel, kShared);
+  if (error == cudaSuccess) {
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kStepThreads, kShared);
+  }
+  if (error == cudaSuccess) {
+    const int64_t blocks = (int64_t(count_items(call)) + kStepWarps - 1) / kStepWarps;
+    const int64_t most = std::max(1, multiprocessors * resident);
+    error = launch_in_order(kernel, std::min(blocks, most), kStepThreads, kShared, stream, call);
+  }
+  return kErrors.check("launch", error);
+}
+
 template <typename T, int K>
 ffi::Error launch_for_kind(cudaStream_t stream, const RecurrentStep& call, const Kind& kind) {
   const bool delta = call.beta.data != nullptr;
   if (kind.transposed && (delta || kind.channels)) {
     return kErrors.invalid("transposed states want one gate per head and no beta");
   }
-  if (kind.transposed) return launch<T, K, false, false, true>(stream, call);
+  if (kind.channels && call.parents != nullptr) return kErrors.invalid("trees want one gate per head");
+  if (kind.transposed) return launch_for_heads<T, K, false, true>(stream, call);
   if (kind.channels) {
-    return delta ? launch<T, K, true, true, false>(stream, call) : launch<T, K, false, true, false>(stream, call);
+    return delta ? launch_for_channels<T, K, true>(stream, call) : launch_for_channels<T, K, false>(stream, call);
   }
-  return delta ? launch<T, K, true, false, false>(stream, call) : launch<T, K, false, false, false>(stream, call);
+  return delta ? launch_for_heads<T, K, true, false>(stream, call) : launch_for_heads<T, K, false, false>(stream, call);
 }
 
 template <typename T>
@@ -67,8 +91,8 @@ bool fits(const ffi::AnyBuffer& array, const RecurrentStep& call, int64_t each, 
 
 ffi::Error recurrent_step(
     cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer value, ffi::AnyBuffer decay,
-    ffi::AnyBuffer beta, ffi::AnyBuffer dt, ffi::AnyBuffer skip, ffi::Buffer<ffi::S32> bounds,
-    ffi::Buffer<ffi::S32> slots, ffi::Buffer<ffi::F32> initial, ffi::Result<ffi::AnyBuffer> output,
+    ffi::AnyBuffer beta, ffi::AnyBuffer dt, ffi::AnyBuffer skip, ffi::Buffer<ffi::S32> parents,
+    ffi::Buffer<ffi::S32> bounds, ffi::Buffer<ffi::S32> slots, ffi::Buffer<ffi::F32> initial, ffi::Result<ffi::AnyBuffer> output,
     ffi::Result<ffi::Buffer<ffi::F32>> final, bool transposed, float scale) {
   if (output->element_count() == 0) return ffi::Error::Success();
   const auto q = query.dimensions(), k = key.dimensions(), v = value.dimensions(), o = output->dimensions();
@@ -85,21 +109,25 @@ ffi::Error recurrent_step(
   const int64_t each = kind.channels ? o[2] * q[3] : o[2];
   call.decay = numbers_of(decay, each), call.beta = numbers_of(beta, o[2]);
   call.dt = numbers_of(dt, o[2]), call.skip = numbers_of(skip, o[2]);
-  call.bounds = data_or_null(bounds), call.slots = data_or_null(slots);
+  call.bounds = data_or_null(bounds), call.slots = data_or_null(slots), call.parents = data_or_null(parents);
   call.initial = data_or_null(initial);
   call.output = output->untyped_data(), call.final = final->typed_data();
-  call.sequences = call.bounds == nullptr ? 1 : bounds.element_count() - 1;
   call.scale = scale;
-  const int64_t states = final->element_count() / (o[2] * q[3] * v[3]);
+  // With trees states stay as they are, and `final` has nothing.
+  const bool trees = call.parents != nullptr;
+  call.sequences = call.bounds == nullptr ? 1 : bounds.element_count() - 1;
+  const int64_t state_size = o[2] * q[3] * v[3], sequences = int64_t(call.rows) * call.sequences;
+  const int64_t stored = trees ? count(initial) : count(*final);
+  const int64_t states = trees && call.initial == nullptr ? sequences : stored / state_size;
   call.slot_count = states;
   const auto type = query.element_type();
   const bool shapes = k[0] == q[0] && k[1] == q[1] && k[3] == q[3] && v[0] == q[0] && v[1] == q[1] && o[0] == q[0] &&
                       o[1] == q[1] && o[3] == v[3] && o[2] % q[2] == 0 && o[2] % k[2] == 0 && o[2] % v[2] == 0;
-  const bool held = count(*final) == states * o[2] * q[3] * v[3] &&
-                    (call.initial == nullptr || initial.element_count() == final->element_count()) &&
-                    (call.slots == nullptr ? states == int64_t(call.rows) * call.sequences
-                                           : count(slots) == call.sequences) &&
-                    (call.bounds == nullptr || call.rows == 1);
+  const bool held = (trees ? call.initial == nullptr || stored == states * state_size
+                           : stored == states * state_size && (call.initial == nullptr || count(initial) == stored)) &&
+                    (call.slots == nullptr ? states == sequences : count(slots) == call.sequences) &&
+                    (call.bounds == nullptr || call.rows == 1) &&
+                    (!trees || count(parents) == int64_t(call.rows) * call.tokens);
   if (!shapes || !held || !fits(decay, call, each, type) || !fits(beta, call, o[2], type) ||
       !fits(dt, call, o[2], type) || !fits(skip, call, o[2], type)) {
     return kErrors.invalid("the shapes or dtypes of the arrays do not match");

@@ -20,6 +20,7 @@ namespace ejkernel::recurrent_step {
 
 constexpr int kStepTokens = 8;   // per chunk: columns of the MMA
 constexpr int kStepValues = 32;  // per warp
+constexpr int kStepThreads = 128, kStepWarps = kStepThreads / 32;  // per block
 
 // Splits x into a number that TF32 represents, and the remainder.
 __device__ __forceinline__ void split(float x, uint32_t& high, uint32_t& low) {
@@ -39,8 +40,7 @@ __device__ __forceinline__ void split_operand(const float (&x)[4], uint32_t (&hi
 template <int K>
 using StepState = float[K / 8][2][4];
 
-// A lane's 16-byte pieces of the state in memory layout: four elements of one key or, if the state is [V, K], of one
-// value.
+// A lane's 16-byte pieces of the state in memory: four elements of one key or, if the state is [V, K], of one value.
 template <int K>
 using StepPieces = float4[K / 16][4];
 
@@ -50,13 +50,14 @@ __device__ __forceinline__ long long piece_offset(int t, int i, int values, int 
   return kTransposed ? value * K + key : key * values + value;
 }
 
-// The state element that is element n of a piece.
+// The register of a piece's element n.
 template <int K, bool kTransposed>
-__device__ __forceinline__ float& number_of_piece(StepState<K>& state, int t, int i, int n) {
+__device__ __forceinline__ float& element_of_piece(StepState<K>& state, int t, int i, int n) {
   const int k = kTransposed ? n : i, v = kTransposed ? i : n;
   return state[2 * t + k / 2][v / 2][2 * (v % 2) + k % 2];
 }
 
+// Issues the loads of a state.
 template <int K, bool kTransposed>
 __device__ __forceinline__ void load_pieces(StepPieces<K>& pieces, const float* base, int values, int r, int c) {
 #pragma unroll
@@ -78,7 +79,7 @@ __device__ __forceinline__ void arrange_state(StepState<K>& state, const StepPie
     for (int i = 0; i < 4; ++i) {
       const float found[4] = {pieces[t][i].x, pieces[t][i].y, pieces[t][i].z, pieces[t][i].w};
 #pragma unroll
-      for (int n = 0; n < 4; ++n) number_of_piece<K, kTransposed>(state, t, i, n) = there ? found[n] : 0.f;
+      for (int n = 0; n < 4; ++n) element_of_piece<K, kTransposed>(state, t, i, n) = there ? found[n] : 0.f;
     }
   }
 }
@@ -90,14 +91,14 @@ __device__ __forceinline__ void store_state(StepState<K>& state, float* base, in
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float x[4] = {
-          number_of_piece<K, kTransposed>(state, t, i, 0), number_of_piece<K, kTransposed>(state, t, i, 1),
-          number_of_piece<K, kTransposed>(state, t, i, 2), number_of_piece<K, kTransposed>(state, t, i, 3)};
+          element_of_piece<K, kTransposed>(state, t, i, 0), element_of_piece<K, kTransposed>(state, t, i, 1),
+          element_of_piece<K, kTransposed>(state, t, i, 2), element_of_piece<K, kTransposed>(state, t, i, 3)};
       store_four(base + piece_offset<K, kTransposed>(t, i, values, r, c), x[0], x[1], x[2], x[3]);
     }
   }
 }
 
-// x[n] += S^T b^T for the tokens of b, which are exact in TF32: pairs of a token's keys, in the layout of `load_keys`.
+// x[n] += S^T b^T for the tokens of b, which are exact in TF32: a lane's pieces of a token's keys.
 template <typename T, int K, bool kDelta>
 __device__ __forceinline__ void read_state(
     const StepState<K>& state, const uint2 (&q)[K / 16], const uint2 (&k)[K / 16], float (&read)[2][4],

@@ -31,6 +31,13 @@ inline uint32_t transpose_matrix(uint32_t pair) {
   return result;
 }
 
+inline void copy_async_8(uint32_t to, const void* from, int bytes) {
+  device::current->open.push_back({address_of(to), static_cast<const char*>(from), bytes, 8});
+}
+inline void copy_async_4(uint32_t to, const void* from, int bytes) {
+  device::current->open.push_back({address_of(to), static_cast<const char*>(from), bytes, 4});
+}
+
 inline void store_four(float* to, float a, float b, float c, float d) { to[0] = a, to[1] = b, to[2] = c, to[3] = d; }
 
 }  // namespace ejkernel::recurrent_step

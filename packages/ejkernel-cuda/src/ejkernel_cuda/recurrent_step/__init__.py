@@ -8,21 +8,35 @@ from ejkernel.families.linear_recurrence import LinearRecurrence, has_decay_per_
 from ejkernel.ops import Implementation
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel.planning.decode_lengths import length_refusals
+from ejkernel.planning.decode_lengths import MAX_EXTRA_TOKENS, length_refusals
 from ejkernel_cuda.requirements import cuda_requires
 
 HANDLED_FIELDS = frozenset(
-    {"decay", "beta", "dt", "skip", "initial_state", "cu_seqlens", "sequence_state", "state_slots"}
+    {
+        "decay",
+        "beta",
+        "dt",
+        "skip",
+        "initial_state",
+        "cu_seqlens",
+        "sequence_state",
+        "state_slots",
+        "parents",
+        "keeps_token_states",
+    }
 )
 """Optional fields that the kernel honours."""
 
-MIN_TOKENS_FOR_PRIORITY, MIN_CHANNEL_GATED_TOKENS_FOR_PRIORITY = 4, 7
-"""The number of tokens per sequence, without and with gates per key channel, from which on the kernel is faster than
-Triton's on an H200 (docs/lab/linear_recurrence_gpu.md).
+MIN_TOKENS_FOR_PRIORITY = 4
+"""The number of tokens per sequence from which on the kernel is faster than Triton's on an H200
+(docs/lab/linear_recurrence_gpu.md).
 """
 
 KEY_DIMS = (64, 128)
 """Key dimensions that the kernel is compiled for."""
+
+CHUNK_SIZE = 8
+"""Tokens of a sequence that are processed together, one chunk after another."""
 
 VALUE_CHANNELS_PER_WARP, VALUE_CHANNELS_PER_BLOCK = 32, 128
 """Value channels per warp and per block."""
@@ -30,7 +44,12 @@ VALUE_CHANNELS_PER_WARP, VALUE_CHANNELS_PER_BLOCK = 32, 128
 
 def _refusal_reasons(record: LinearRecurrence) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
-    yield from length_refusals("query", record.query.shape[1], record.cu_seqlens)
+    yield from length_refusals("query", record.query.shape[1], record.cu_seqlens, CHUNK_SIZE * MAX_EXTRA_TOKENS)
+    if record.parents is not None:
+        if record.keeps_token_states:
+            yield "parents: got trees whose states are returned, the kernel returns their outputs alone"
+        if has_decay_per_channel(record):
+            yield "parents: got gates per key channel, the kernel reads trees with gates per head"
     if record.cu_seqlens is not None and record.cu_seqlens.shape[0] == 1:
         yield "cu_seqlens: there is no sequence"
     dtypes = {str(x.dtype) for x in (record.query, record.key, record.value)}
@@ -60,9 +79,10 @@ def _priority(record: LinearRecurrence, device: DeviceInfo, direction: Direction
     """Returns a priority above that of Triton's step if there are enough tokens for it to be faster; fewer were not
     measured.
     """
+    if record.parents is not None:
+        return 25
     sequences = 1 if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
-    min_tokens = MIN_CHANNEL_GATED_TOKENS_FOR_PRIORITY if has_decay_per_channel(record) else MIN_TOKENS_FOR_PRIORITY
-    return 25 if record.query.shape[1] >= min_tokens * sequences else -1
+    return 25 if record.query.shape[1] >= MIN_TOKENS_FOR_PRIORITY * sequences else -1
 
 
 IMPLEMENTATIONS = (

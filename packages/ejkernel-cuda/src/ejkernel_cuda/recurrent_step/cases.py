@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.modules.operations.cases import state_space
+from ejkernel.modules.operations.cases.delta import tree_inputs
 from ejkernel.modules.operations.cases.recurrence import RecurrenceSizes, Row, gate_maker, make_cases, states_in_slots
 from ejkernel.modules.operations.gated_delta_rule import GatedDeltaRuleArguments
 from ejkernel.modules.operations.gated_linear_attention import GLAttentionArguments
@@ -37,6 +38,18 @@ def _make_packed_inputs_with_slots(key: jax.Array, sizes: RecurrenceSizes) -> di
 
 
 _DECAY_AND_STATE_FIELDS = ("decay", "initial_state")
+
+
+def _make_tree_inputs(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
+    """Returns packed trees, one with a path longer than a chunk and one without a slot, in a call without states."""
+    slots = states_in_slots(key, (6, *sizes.shape("initial_state")[1:]), (5, 2))
+    starts, indices = jnp.array([0, 8, 8, 18, 20], jnp.int32), jnp.array([5, 3, 2, -1], jnp.int32)
+    parents = [-1, 0, 1, 1, 2, -1, 4, 4, -1, 0, 1, 2, 3, 4, 5, 6, 7, 3, -1, 0, 0]
+    inputs = gate_maker("g")(key, sizes)
+    packed = {"cu_seqlens": starts, "state_indices": indices, "parents": jnp.array([parents], jnp.int32)}
+    return {**inputs, "initial_state": slots, **packed}
+
+
 _GATED_CASES: tuple[Row, ...] = (
     (
         "CUDA step, gate of heads",
@@ -59,6 +72,13 @@ _GATED_CASES: tuple[Row, ...] = (
         ("decay", "cu_seqlens", "sequence_state", "state_slots"),
         ("awkward",),
     ),
+    (
+        "CUDA step, trees in slots",
+        RecurrenceSizes(b=1, t=21, g=2, n=4, **DEFAULT_SIZES),
+        _make_tree_inputs,
+        ("decay", "cu_seqlens", "sequence_state", "state_slots", "parents", "keeps_token_states"),
+        ("awkward",),
+    ),
 )
 _UNGATED_CASES: tuple[Row, ...] = (
     (
@@ -75,6 +95,13 @@ _DELTA_CASES: tuple[Row, ...] = (
         RecurrenceSizes(t=8, g=1, **{**DEFAULT_SIZES, "k": 128, "v": 64}),
         _make_delta_input_maker("heads", **RETURN_STATE),
         ("beta", "decay", "initial_state"),
+        (),
+    ),
+    (
+        "CUDA step, trees",
+        RecurrenceSizes(t=7, g=1, **{**DEFAULT_SIZES, "k": 128}),
+        lambda key, sizes: {**tree_inputs(key, sizes), "return_state": False},
+        ("beta", "decay", "initial_state", "parents", "keeps_token_states"),
         (),
     ),
 )
@@ -94,6 +121,14 @@ _STATE_SPACE_CASES: tuple[state_space.Row, ...] = (
         ("initial_state",),
         {"precision": "highest"},
         ("decay", "dt", "skip", "initial_state", "transposed_states", "precision"),
+        (),
+    ),
+    (
+        "CUDA step, trees",
+        state_space.StateSpaceSizes(t=5, p=64, e=64, dtype=jnp.bfloat16),
+        ("initial_state", "parents"),
+        {"return_token_states": False},
+        ("decay", "dt", "skip", "initial_state", "transposed_states", "parents", "keeps_token_states"),
         (),
     ),
 )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import custom_batching
 
-from ejkernel.families.linear_recurrence import LinearRecurrence, num_state_heads
+from ejkernel.families.linear_recurrence import LinearRecurrence, num_state_heads, unchanged_states
 from ejkernel.planning.in_place import call_unfused
 from ejkernel_cuda.library import register_handler
 
@@ -24,20 +24,22 @@ def forward(record: LinearRecurrence, config: Any) -> tuple[tuple[jax.Array, jax
         config: Unused: the kernel has no options.
 
     Returns:
-        Output [B, T, H, V] in the query's dtype, and the final states in float32 or the array of slots; no residuals.
+        Output [B, T, H, V] in the query's dtype, and the final states in float32 or the array of slots, which trees
+        leave as they were; no residuals.
     """
     (rows, tokens, _, keys), heads, float32 = record.query.shape, num_state_heads(record), jnp.float32
     packed, columns = record.cu_seqlens is not None, record.value.shape[3]
     initial = record.sequence_state if packed else record.initial_state
     sequences = rows if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
     state_shape = (sequences, heads, *((columns, keys) if record.transposed_states else (keys, columns)))
-    final = jax.ShapeDtypeStruct(state_shape if initial is None else initial.shape, float32)
+    trees = record.parents is not None
+    final = jax.ShapeDtypeStruct((1,) if trees else state_shape if initial is None else initial.shape, float32)
     call = functools.partial(
         jax.ffi.ffi_call(
             register_handler("ejkernel_recurrent_step"),
             (jax.ShapeDtypeStruct((rows, tokens, heads, columns), record.query.dtype), final),
-            # Operand 9 is the array of states, which the kernel updates in place.
-            input_output_aliases={} if initial is None else {9: 1},
+            # The last operand is the array of states, which the kernel updates in place.
+            input_output_aliases={} if initial is None or trees else {10: 1},
             # The leading axes of gates may have size 1, so arrays do not batch alike.
             vmap_method="sequential",
         ),
@@ -49,16 +51,16 @@ def forward(record: LinearRecurrence, config: Any) -> tuple[tuple[jax.Array, jax
         *(_cast_gates_or_make_empty(x, record) for x in (record.decay, record.beta, record.dt, record.skip)),
         *(
             jnp.zeros(0, jnp.int32) if x is None else x.astype(jnp.int32)
-            for x in (record.cu_seqlens, record.state_slots)
+            for x in (record.parents, record.cu_seqlens, record.state_slots)
         ),
         jnp.zeros(0, float32) if initial is None else initial.astype(float32),
     )
     # Under `jax.vmap` the loop's body has the barriers of `call_unfused`, so that they also apply to its slices.
     call_with_states = (
-        call if initial is None else custom_batching.sequential_vmap(functools.partial(call_unfused, call))
+        call if initial is None or trees else custom_batching.sequential_vmap(functools.partial(call_unfused, call))
     )
     output, states = call_with_states(*operands)
-    return (output, states), ()
+    return (output, unchanged_states(record) if trees else states), ()
 
 
 def _cast_gates_or_make_empty(x: jax.Array | None, record: LinearRecurrence) -> jax.Array:

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, real_and_segment_start_tokens, unchanged_states
-from ejkernel.planning.trees import token_trees
 from ejkernel_triton.launch import ShapeDtype, launch
 from ejkernel_triton.linear_recurrence.decode.config import DecodeTile
 from ejkernel_triton.linear_recurrence.decode.spec import make_spec
@@ -51,17 +50,13 @@ def forward(record: LinearRecurrence, config: DecodeTile) -> tuple[tuple[jax.Arr
 
 
 def _kernel_inputs(record: LinearRecurrence) -> tuple[jax.Array | None, ...]:
-    """Returns the kernel's inputs: the tokens' fields, their roles (0 is padding, 2 begins a segment) and parents (by
-    index in the row), and the states.
-    """
+    """Returns the kernel's inputs: tokens' fields, their roles (0 is padding, 2 begins a segment), and states."""
     roles, parents, cu_seqlens, slots, initial_states = None, None, None, None, record.initial_state
     if record.segment_ids is not None:
         is_token, starts_from_zero = real_and_segment_start_tokens(record.segment_ids)
         roles = jnp.where(is_token, 1 + starts_from_zero.astype(jnp.int32), 0)
     if record.parents is not None:
-        rows, length = record.parents.shape
-        index = token_trees(record.parents, record.cu_seqlens).parents.reshape(rows, length)
-        parents = jnp.where(index < 0, -1, index - length * jnp.arange(rows, dtype=jnp.int32)[:, None])
+        parents = record.parents.astype(jnp.int32)
     if record.cu_seqlens is not None:
         cu_seqlens = record.cu_seqlens.astype(jnp.int32)[None]
         initial_states = None if record.sequence_state is None else record.sequence_state[None]

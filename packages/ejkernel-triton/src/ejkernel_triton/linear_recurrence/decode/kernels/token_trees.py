@@ -7,6 +7,14 @@ from ejkernel_triton.linear_recurrence.decode.kernels.token_step import load_tok
 
 
 @triton.jit
+def limit_parent(parent, token, first_token):
+    """Returns a token's parent among the tokens of its sequence: one that does not come before it counts as the token
+    before, so that paths end.
+    """
+    return tl.maximum(tl.minimum(tl.cast(parent, tl.int64), token - first_token - 1), -1)
+
+
+@triton.jit
 def state_after_parent(
     state, token, parent, first_token, initial_states, initial_state_mask, states, mask, spec: tl.constexpr
 ):
@@ -15,7 +23,7 @@ def state_after_parent(
     Args:
         state: The state after the token before, or before the first.
         token: The token's index in the row.
-        parent: That of its parent; -1 for the state of the sequence.
+        parent: That of its parent among the tokens of the sequence; -1 for the state of the sequence.
         first_token: First token of the sequence.
         initial_states: Addresses of the sequence's state.
         initial_state_mask: Which of them to load.
@@ -23,6 +31,7 @@ def state_after_parent(
         mask: Which of them to load.
         spec: The constants.
     """
+    parent = limit_parent(parent, token, first_token)
     if parent < 0:
         if token > first_token:
             if spec.HAS_INITIAL_STATE:
@@ -30,9 +39,9 @@ def state_after_parent(
             else:
                 state = tl.zeros_like(state)
     else:
-        if parent != token - 1:
+        if first_token + parent != token - 1:
             tl.debug_barrier()  # other threads may have stored the elements that a thread loads
-            state = tl.load(states + tl.cast(parent, tl.int64) * (spec.H * spec.K * spec.V), mask=mask, other=0.0)
+            state = tl.load(states + (first_token + parent) * (spec.H * spec.K * spec.V), mask=mask, other=0.0)
     return state
 
 
@@ -61,20 +70,22 @@ def replay_path(
     """Returns the state [K, V] that a token of a tree continues: `state`, after the token before, or one that the
     tokens on the path to the parent make again of the sequence's state.
     """
-    if tl.where(token == first_token, parent >= 0, parent != token - 1):
+    parent = limit_parent(parent, token, first_token)
+    if first_token + parent != token - 1:
         state = tl.zeros_like(state)
         if spec.HAS_INITIAL_STATE:
             state += tl.load(initial_states, mask=initial_state_mask, other=0.0).to(tl.float32)
+        parents_of_sequence = parents + first_token
         depth = parent * 0
         ancestor = parent
         while ancestor >= 0:
             depth += 1
-            ancestor = tl.load(parents + ancestor)
+            ancestor = limit_parent(tl.load(parents_of_sequence + ancestor), ancestor, first_token * 0)
         # The path is known from its end alone: it is short, and its indices are in the L1 cache.
         for remaining in tl.range(depth):
             ancestor = parent
             for _ in tl.range(depth - 1 - remaining):
-                ancestor = tl.load(parents + ancestor)
+                ancestor = limit_parent(tl.load(parents_of_sequence + ancestor), ancestor, first_token * 0)
             _, k, v, g, w, b, segment_role, _ = load_token(
                 query,
                 key,
@@ -85,7 +96,7 @@ def replay_path(
                 dt,
                 segment_roles,
                 parents,
-                tl.cast(ancestor, tl.int64),
+                first_token + ancestor,
                 end,
                 channels,
                 columns,
