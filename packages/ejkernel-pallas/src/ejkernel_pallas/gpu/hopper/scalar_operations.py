@@ -29,19 +29,11 @@ SIMPLE_OPERATIONS: dict[tuple[str, str], Callable[..., Any]] = {
     ("mul", "int32"): arith.muli,
     ("mul", "bool"): arith.andi,
     ("neg", "float32"): arith.negf,
-    ("pow", "float32"): math.powf,
     ("rem", "int32"): arith.remsi,
-    ("rsqrt", "float32"): math.rsqrt,
-    ("sqrt", "float32"): math.sqrt,
     ("sub", "float32"): arith.subf,
     ("sub", "int32"): arith.subi,
-    ("log1p", "float32"): math.log1p,
 }
 """Operations that are one of MLIR's, by their name and the dtype of their operands."""
-EXACT_FUNCTIONS = {"exp": math.exp, "exp2": math.exp2, "log": math.log, "tanh": math.tanh}
-"""Functions that the special-function unit approximates for scores; for indices they are exact, since an array may be
-indexed by a result that is rounded down.
-"""
 
 
 def constant(node: ScalarNode) -> Any:
@@ -60,29 +52,34 @@ def load_element(node: ScalarNode, array: Any, indices: list[Any]) -> Any:
     return _widen(element) if node.dtype == "float32" else element
 
 
-def compute(node: ScalarNode, operand_dtype: str, operands: list[Any], is_approximate: bool) -> Any:
+def compute(node: ScalarNode, operand_dtype: str, operands: list[Any]) -> Any:
     """Returns the result of an operation.
 
     Args:
         node: The operation.
         operand_dtype: The dtype of its first operand.
         operands: The values of its operands.
-        is_approximate: Whether functions are those of the special-function unit.
     """
     name = node.operation
     if (simple := SIMPLE_OPERATIONS.get((name, operand_dtype))) is not None:
         return simple(*operands)
     if name in INT_PREDICATES:
         return _compare(name, operand_dtype, *operands)
-    if name in EXACT_FUNCTIONS:
-        return _approximate_function(name, *operands) if is_approximate else EXACT_FUNCTIONS[name](*operands)
     functions: dict[str, Callable[..., Any]] = {
         "abs": lambda x: arith.maxsi(x, arith.subi(int32_constant(0), x)),
         "and": arith.andi,
         "clamp": lambda low, x, high: _clamp(operand_dtype, low, x, high),
         "convert_element_type": lambda x: _convert(x, operand_dtype, node.dtype),
         "integer_pow": lambda x: _integer_power(x, operand_dtype, node.value),
-        "logistic": lambda x: _logistic(x, is_approximate),
+        "exp": lambda x: exp2_instruction(arith.mulf(x, float32_constant(LOG2E))),
+        "exp2": exp2_instruction,
+        "log": lambda x: arith.mulf(_instruction("lg2", x), float32_constant(LN2)),
+        "log1p": lambda x: arith.mulf(_instruction("lg2", arith.addf(x, float32_constant(1.0))), float32_constant(LN2)),
+        "logistic": _logistic,
+        "pow": _power,
+        "rsqrt": lambda x: _instruction("rsqrt", x),
+        "sqrt": lambda x: _instruction("sqrt", x),
+        "tanh": lambda x: _instruction("tanh", x),
         "neg": lambda x: arith.subi(int32_constant(0), x),
         "not": lambda x: arith.xori(x, _bool_constant(True) if operand_dtype == "bool" else int32_constant(-1)),
         "or": arith.ori,
@@ -115,13 +112,21 @@ def _compare(name: str, dtype: str, x: Any, y: Any) -> Any:
     return arith.cmpi(getattr(arith.CmpIPredicate, predicate), x, y)
 
 
-def _approximate_function(name: str, x: Any) -> Any:
-    if name == "tanh":
-        return llvm.inline_asm(x.type, [x], "tanh.approx.f32 $0, $1;", "=f,f")
-    if name == "log":
-        logarithm: Any = llvm.inline_asm(x.type, [x], "lg2.approx.ftz.f32 $0, $1;", "=f,f")
-        return arith.mulf(logarithm, float32_constant(LN2))
-    return exp2_instruction(x if name == "exp2" else arith.mulf(x, float32_constant(LOG2E)))
+def _instruction(name: str, x: Any) -> Any:
+    """Returns a function of the special-function unit."""
+    return llvm.inline_asm(x.type, [x], f"{name}.approx.f32 $0, $1;", "=f,f", has_side_effects=False)
+
+
+def _power(x: Any, y: Any) -> Any:
+    """Returns `x` to the power of `y`, float32; NaN if `x` is negative and `y` is no integer."""
+    zero, one = float32_constant(0.0), float32_constant(1.0)
+    magnitude = exp2_instruction(arith.mulf(y, _instruction("lg2", math.absf(x))))
+    magnitude = arith.select(_compare("eq", "float32", y, zero), one, magnitude)
+    whole = _convert(_convert(y, "float32", "int32"), "int32", "float32")
+    is_odd = arith.trunci(ir.IntegerType.get_signless(1), _convert(y, "float32", "int32"))
+    of_negative = arith.select(is_odd, arith.negf(magnitude), magnitude)
+    of_negative = arith.select(_compare("eq", "float32", whole, y), of_negative, float32_constant(float("nan")))
+    return arith.select(_compare("lt", "float32", x, zero), of_negative, magnitude)
 
 
 def _clamp(dtype: str, low: Any, x: Any, high: Any) -> Any:
@@ -155,9 +160,9 @@ def _integer_power(x: Any, dtype: str, exponent: Any) -> Any:
     return SIMPLE_OPERATIONS["div", dtype](one, result) if exponent < 0 else result
 
 
-def _logistic(x: Any, is_approximate: bool) -> Any:
-    negated, one = arith.negf(x), float32_constant(1.0)
-    exponential = _approximate_function("exp", negated) if is_approximate else math.exp(negated)
+def _logistic(x: Any) -> Any:
+    one = float32_constant(1.0)
+    exponential = exp2_instruction(arith.mulf(x, float32_constant(-LOG2E)))
     return arith.divf(one, arith.addf(one, exponential))
 
 

@@ -278,10 +278,9 @@ class _PairValues:
             array: Any = self._arrays[node.value]
             return scalar_operations.load_element(node, array, operands or [int32_constant(0)])
         operand_dtype = self._program.nodes[node.operands[0]].dtype
-        is_approximate = "score" in self._program.reads[n]
-        if node.operation == "div" and operand_dtype == "float32" and is_approximate:
+        if node.operation == "div" and operand_dtype == "float32" and "score" in self._program.reads[n]:
             return self._divide(node.operands[1], operands)
-        return scalar_operations.compute(node, operand_dtype, operands, is_approximate)
+        return scalar_operations.compute(node, operand_dtype, operands)
 
     def _divide(self, divisor: int, operands: list[Any]) -> Any:
         """Divides a score; by a constant it multiplies, which takes a tenth of the instructions."""
