@@ -3,6 +3,7 @@
     python benchmarks/linear_recurrence/recurrent_step_gpu.py  # the table
     python benchmarks/linear_recurrence/recurrent_step_gpu.py --quick  # one token
     python benchmarks/linear_recurrence/recurrent_step_gpu.py --only triton  # one of ours
+    python benchmarks/linear_recurrence/recurrent_step_gpu.py --tokens 8  # 256 sequences of eight tokens, without XLA
     python benchmarks/linear_recurrence/recurrent_step_gpu.py --candidates  # also every configuration worth measuring
     # no times: small steps anywhere
     TRITON_INTERPRET=1 python benchmarks/linear_recurrence/recurrent_step_gpu.py --check
@@ -61,15 +62,9 @@ def steps(options: argparse.Namespace) -> Iterator[tuple[Cell, str]]:
                 yield Cell(kind=kind, batch=256, length=1), form
     if options.quick:
         return
+    sizes = ((1, 1, ""), (32, 1, ""), (256, 2, ""), (256, 4, ""), (256, 8, ""), (32, 8, "slots"))
     for kind in kinds:
-        for batch, tokens, form in (
-            (1, 1, ""),
-            (32, 1, ""),
-            (256, 2, ""),
-            (256, 4, ""),
-            (256, 8, ""),
-            (32, 8, "slots"),
-        ):
+        for batch, tokens, form in sizes:
             yield Cell(kind=kind, batch=batch, length=tokens), form
 
 
@@ -138,7 +133,7 @@ def copy(record: LinearRecurrence) -> Side:
 def calls(record: LinearRecurrence, options: argparse.Namespace) -> Iterator[tuple[str, Call]]:
     """Everything of ours that can take a step."""
     for name in ("cuda", "triton_decode", "xla"):
-        if options.only not in name:
+        if options.only not in name or (options.tokens and name == "xla"):
             continue
         chosen = implementation(name)
         absent = chosen.platform == "cuda" and current_device().vendor != "nvidia"
@@ -256,6 +251,8 @@ def rows(options: argparse.Namespace) -> Iterator[list[str]]:
     prepare = functools.partial(prepared, options=options)
     with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
         every = list(steps(options))
+        if options.tokens:
+            every = [(Cell(kind=kind, batch=256, length=options.tokens), "") for kind in KINDS if kind != "lightning"]
         made = map(prepare, every) if options.threads == 1 else list(pool.map(prepare, every))
         for step, contenders in zip(every, made, strict=True):
             yield from timed(step, contenders, options)
@@ -270,6 +267,7 @@ def main() -> None:
     parser.add_argument("--candidates", action="store_true", help="every configuration, too")
     parser.add_argument("--kind", default="", choices=("", *KINDS), help="one kind of recurrence; without it all")
     parser.add_argument("--only", default="", help="part of the name of one of ours; without it all")
+    parser.add_argument("--tokens", type=int, default=0, help="tokens of 256 sequences; without it the whole table")
     parser.add_argument("--check", action="store_true", help="small steps on any device, no times")
     options = parser.parse_args()
     if not options.check and not shared.report.has_gpu():
