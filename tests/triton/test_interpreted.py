@@ -12,9 +12,9 @@ FLASH = ("flash_attention",)
 SPARSE = ("blocksparse_attention",)
 OTHERS = ("scaled_dot_product_attention", "flash_mla", "mla_decode")
 MASKS = "(causal or window or segments or pack or padded or positions or mask)"
-# What the kernels do not have: the slopes of ALiBi and T5's bias of distances. Functions have a selection below.
+# What the kernels do not have: the slopes of ALiBi and T5's bias of distances. Functions have another implementation.
 REFUSED = "(slopes or distances or function)"
-FUNCTIONS = "(test_value and function and lse and not test_shapes and not test_residuals and not test_eager)"
+FUNCTIONS = "(test_value and function and not test_shapes and not test_residuals and not test_eager) or test_handles"
 # Cases in bfloat16 that join features are there for kernels in 16 bits alone. These have each feature in float32, too.
 FEW = "not (bfloat16 and (dropout or sinks or keys or many or heads))"
 VALUES = f"(test_value and not test_shapes and not test_residuals and not test_eager and {FEW})"
@@ -35,7 +35,7 @@ ALL = " or ".join(
 # The tests of a case are in one process, where they share its reference. Operations other than flash attention lower
 # to the same record, so each has what its own cases add: their numbers.
 PARTS = {
-    "masks": (FLASH, f"(({ALL}) and {MASKS} and not {REFUSED}) or {FUNCTIONS}"),
+    "masks": (FLASH, f"({ALL}) and {MASKS} and not {REFUSED}"),
     "the rest": (FLASH, f"({ALL}) and not {MASKS} and not {REFUSED}"),
     "patterns": (
         SPARSE,
@@ -50,6 +50,10 @@ PARTS = {
 def test_conformance(part):
     operations, selection = PARTS[part]
     assert_conforms(operations, selection)
+
+
+def test_conformance_of_functions():
+    assert_conforms(FLASH, FUNCTIONS, "triton_functions")
 
 
 def test_sharded_checkpointed_and_vmapped_attention_matches_xla():

@@ -15,7 +15,6 @@ from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments
 from ejkernel.modules import FlashAttentionConfig, flash_attention
 from ejkernel.ops import BwdParams
 from ejkernel.ops.device import DeviceInfo
-from ejkernel.types.pair_functions import mask_function
 from ejkernel_triton.requirements import DEVICE_TOOLCHAIN
 from ejkernel_triton.tiled_attention import batch_invariant, config, implementations, invariance_limits
 from ejkernel_triton.tiled_attention.plan import plan_key_blocks, plan_query_blocks
@@ -172,6 +171,3 @@ def test_one_configuration_serves_all_calls_of_a_batch_invariant_block():
     assert [list(invariance_limits(call)) for call in calls] == [[], [], []]
     (reason,) = invariance_limits(dataclasses.replace(calls[1], sliding_window=(3, 0)))
     assert reason.startswith("a window: ")
-    causal = mask_function("mask_mod", lambda b, h, q, k: k <= q)
-    (reason,) = invariance_limits(dataclasses.replace(calls[1], mask_mod=causal))
-    assert reason.startswith("mask_mod: ")

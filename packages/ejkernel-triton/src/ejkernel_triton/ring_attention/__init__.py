@@ -8,12 +8,7 @@ PACKAGE_NAME = "ejkernel_triton.ring_attention"
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """Returns the implementation."""
-    return tuple(
-        ring_implementation(
-            tiled_implementation,
-            forward=f"{PACKAGE_NAME}.forward:forward",
-            backward=f"{PACKAGE_NAME}.backward:backward",
-        )
-        for tiled_implementation in tiled_attention.implementations()
-    )
+    """Returns the implementation, for calls without functions of pairs."""
+    plain, _ = tiled_attention.implementations()
+    passes = {name: f"{PACKAGE_NAME}.{name}:{name}" for name in ("forward", "backward")}
+    return (ring_implementation(plain, **passes),)

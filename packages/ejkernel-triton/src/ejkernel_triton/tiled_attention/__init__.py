@@ -17,9 +17,8 @@ from ejkernel.families.tiled_attention import (
     causal_window_bounds,
 )
 from ejkernel.families.tiled_attention.block_maps import pattern_refusals
-from ejkernel.families.tiled_attention.function_refusals import function_refusals
+from ejkernel.families.tiled_attention.function_refusals import NO_FUNCTIONS, function_refusals
 from ejkernel.families.tiled_attention.kinds import tuning_key_of_large_calls
-from ejkernel.families.tiled_attention.mask_terms import needs_mask_function
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
@@ -28,17 +27,7 @@ from ejkernel.planning.scalar_programs import derivatives_by_loads, scalar_progr
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 from ejkernel_triton.tiled_attention import config, forward_mode
 
-HANDLED_FIELDS = (
-    MASK_FIELDS
-    | SOFTMAX_FIELDS
-    | DROPOUT_FIELDS
-    | NUMERICS_FIELDS
-    | {"bias", "pattern", "lse_cotangent"}
-    | {
-        "score_mod",
-        "mask_mod",
-    }
-)
+HANDLED_FIELDS = MASK_FIELDS | SOFTMAX_FIELDS | DROPOUT_FIELDS | NUMERICS_FIELDS | {"bias", "pattern", "lse_cotangent"}
 """Optional fields that the kernels honour."""
 
 
@@ -47,21 +36,19 @@ def _refusal_reasons(record: Any) -> Iterable[str]:
     if str(record.logits_dtype) not in ("float32", "bfloat16", "float16"):
         yield f"logits_dtype {record.logits_dtype} is not among bfloat16, float16, float32"
     yield from pattern_refusals(record)
-    yield from _function_refusals(record)
 
 
 def _function_refusals(record: TiledAttention) -> Iterable[str]:
-    """Yields why the kernels cannot compute the functions of a record: they have the operands of others."""
-    yield from function_refusals(record)
-    if record.score_mod is not None or needs_mask_function(record):
-        for name in ("bias", "mask"):
-            if getattr(record, name) is not None:
-                yield f"{name}: the kernels have none together with score_mod or mask_mod"
-
-
-def _backward_refusal_reasons(record: Any) -> Iterable[str]:
-    """Yields the reasons to refuse the backward pass of a record: the gradient of an array has no place for pairs."""
+    """Yields the reasons to refuse a record with functions of pairs, which has evidence of its own."""
+    if record.score_mod is None and record.mask_mod is None:
+        yield NO_FUNCTIONS
     yield from _refusal_reasons(record)
+    yield from function_refusals(record)
+
+
+def _function_backward_refusals(record: Any) -> Iterable[str]:
+    """Yields the reasons to refuse the backward pass of a record: the gradient of an array has no place for pairs."""
+    yield from _function_refusals(record)
     if record.score_mod is None or scalar_program(record.score_mod).refusals:
         return
     program, derivatives = derivatives_by_loads(scalar_program(record.score_mod))
@@ -91,9 +78,6 @@ def invariance_limits(record: TiledAttention) -> Iterable[str]:
     """Yields why rows of a record depend on the rest of its call."""
     if record.dropout_prob > 0:
         yield "dropout_prob: which weights are dropped follows from a row's place in the batch"
-    for name in ("score_mod", "mask_mod"):
-        if getattr(record, name) is not None:
-            yield f"{name}: it is given the indices of a pair in the whole call"
     if record.pattern is not None:
         yield "pattern: which key tiles are full, and so come first, follows from the other queries of a tile"
     if record.mask is not None:
@@ -103,28 +87,42 @@ def invariance_limits(record: TiledAttention) -> Iterable[str]:
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """Returns the implementation, which also serves CPUs if Triton's interpreter is enabled."""
-    implementation = triton_implementation(
+    """Returns the implementation, which also serves CPUs if Triton's interpreter is enabled, and that of calls with
+    `score_mod` or `mask_mod`.
+    """
+    space = ConfigSpace(
+        heuristic=config.heuristic,
+        candidates=config.candidates,
+        kind=tuning_key_of_large_calls,
+        forward=config.TritonForward,
+        backward=config.TritonBackward,
+        batch_invariant=batch_invariant,
+        public_fields=config.PUBLIC_FIELDS,
+    )
+    plain = triton_implementation(
         "tiled_attention",
         forward="tiled_attention.forward:forward",
         backward="tiled_attention.backward:backward",
         forward_mode="ejkernel_triton.tiled_attention.forward_mode:forward_mode",
         forward_mode_limits=forward_mode.limits,
-        gradients=frozenset({"query", "key", "value", "bias", "softmax_aux", "score_mod"}),
+        gradients=frozenset({"query", "key", "value", "bias", "softmax_aux"}),
         requires=triton_requires(head_dims=range(1, 257), handles=HANDLED_FIELDS, extra_reasons=_refusal_reasons),
-        backward_requires=triton_requires(
-            head_dims=range(1, 257), handles=HANDLED_FIELDS, extra_reasons=_backward_refusal_reasons
-        ),
-        config=ConfigSpace(
-            heuristic=config.heuristic,
-            candidates=config.candidates,
-            kind=tuning_key_of_large_calls,
-            forward=config.TritonForward,
-            backward=config.TritonBackward,
-            batch_invariant=batch_invariant,
-            public_fields=config.PUBLIC_FIELDS,
-        ),
+        config=space,
         invariant_to=frozenset({"batch", "padding", "chunking"}),
         invariance_limits=invariance_limits,
     )
-    return (implementation,)
+    handles = HANDLED_FIELDS - {"bias", "mask", "normalize_output", "logits_dtype"} | {"score_mod", "mask_mod"}
+    functions = triton_implementation(
+        "tiled_attention",
+        name="triton_functions",
+        forward="tiled_attention.forward:forward",
+        backward="tiled_attention.backward:backward",
+        gradients=plain.gradients - {"bias"} | {"score_mod"},
+        cases="ejkernel_triton.tiled_attention.cases:function_cases",
+        requires=triton_requires(head_dims=range(1, 257), handles=handles, extra_reasons=_function_refusals),
+        backward_requires=triton_requires(
+            head_dims=range(1, 257), handles=handles, extra_reasons=_function_backward_refusals
+        ),
+        config=dataclasses.replace(space, batch_invariant=None),
+    )
+    return plain, functions

@@ -6,6 +6,8 @@ from ejkernel.families.tiled_attention.mask_terms import needs_mask_function
 from ejkernel.families.tiled_attention.record import TiledAttention
 from ejkernel.planning.scalar_programs import scalar_program
 
+NO_FUNCTIONS = "neither score_mod nor mask_mod is given, without which another implementation has the same kernels"
+
 
 def function_refusals(record: TiledAttention) -> Iterable[str]:
     """Yields why kernels cannot compute the functions of a record; a window needs no function."""

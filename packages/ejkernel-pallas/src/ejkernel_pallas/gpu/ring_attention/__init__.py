@@ -8,8 +8,6 @@ PACKAGE = "ejkernel_pallas.gpu.ring_attention"
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """Returns the implementation."""
-    return tuple(
-        ring_implementation(tiled, forward=f"{PACKAGE}.forward:forward", backward=f"{PACKAGE}.backward:backward")
-        for tiled in tiled_attention.implementations()
-    )
+    """Returns the implementation, for calls without functions of pairs."""
+    plain, _ = tiled_attention.implementations()
+    return (ring_implementation(plain, forward=f"{PACKAGE}.forward:forward", backward=f"{PACKAGE}.backward:backward"),)

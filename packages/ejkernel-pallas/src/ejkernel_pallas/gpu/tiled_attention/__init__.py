@@ -3,20 +3,20 @@
 The requirements of the kernels are data in this module, which imports nothing of Pallas.
 """
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ejkernel.families.tiled_attention import DROPOUT_FIELDS, SOFTMAX_FIELDS
 from ejkernel.families.tiled_attention.block_maps import pattern_refusals
-from ejkernel.families.tiled_attention.function_refusals import function_refusals
+from ejkernel.families.tiled_attention.function_refusals import NO_FUNCTIONS, function_refusals
 from ejkernel.families.tiled_attention.kinds import tuning_key_of_large_calls
-from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel.ops import ConfigSpace, Implementation, Requires
 from ejkernel_pallas.gpu.requirements import hopper_requires
 from ejkernel_pallas.gpu.tiled_attention import config
 
 HANDLES = (
     frozenset({"q_segment_ids", "kv_segment_ids", "causal", "sliding_window", "pattern", "lse_cotangent"})
-    | {"score_mod", "mask_mod"}
     | SOFTMAX_FIELDS
     | DROPOUT_FIELDS
 )
@@ -33,28 +33,43 @@ def _refusal_reasons(record: Any) -> Iterable[str]:
         )
     if record.pattern is not None:
         yield from pattern_refusals(record)
-    yield from function_refusals(record)
     if not record.softmax_scale > 0:
         yield f"softmax_scale is {record.softmax_scale}; the kernel wants a positive number"
 
 
+def _function_refusal_reasons(record: Any) -> Iterable[str]:
+    """Yields the same for calls with functions of pairs, which have evidence of their own."""
+    if record.score_mod is None and record.mask_mod is None:
+        yield NO_FUNCTIONS
+    yield from _refusal_reasons(record)
+    yield from function_refusals(record)
+
+
 def implementations() -> tuple[Implementation, ...]:
-    """Returns the implementation."""
-    return (
-        Implementation(
-            family="tiled_attention",
-            name="mosaic_gpu",
-            platform="pallas",
-            forward="ejkernel_pallas.gpu.tiled_attention.forward:forward",
-            backward="ejkernel_pallas.gpu.tiled_attention.backward:backward",
-            gradients=frozenset({"query", "key", "value", "softmax_aux"}),
-            requires=hopper_requires(
-                head_dims=tuple(config.VALUE_HEAD_DIMS), handles=HANDLES, find_refusal_reasons=_refusal_reasons
-            ),
-            cases="ejkernel_pallas.gpu.tiled_attention.cases:cases",
-            config=ConfigSpace.of(
-                config, forward=config.HopperForward, backward=config.HopperBackward, kind=tuning_key_of_large_calls
-            ),
-            priority=20,
+    """Returns the implementation, and that of calls with `score_mod` or `mask_mod`."""
+    run = "ejkernel_pallas.gpu.tiled_attention"
+    plain = Implementation(
+        family="tiled_attention",
+        name="mosaic_gpu",
+        platform="pallas",
+        forward=f"{run}.forward:forward",
+        backward=f"{run}.backward:backward",
+        gradients=frozenset({"query", "key", "value", "softmax_aux"}),
+        requires=_requires(HANDLES, _refusal_reasons),
+        cases=f"{run}.cases:cases",
+        config=ConfigSpace.of(
+            config, forward=config.HopperForward, backward=config.HopperBackward, kind=tuning_key_of_large_calls
         ),
+        priority=20,
     )
+    functions = dataclasses.replace(
+        plain,
+        name="mosaic_gpu_functions",
+        requires=_requires(HANDLES | {"score_mod", "mask_mod"}, _function_refusal_reasons),
+        cases=f"{run}.cases:function_cases",
+    )
+    return plain, functions
+
+
+def _requires(handles: frozenset[str], reasons: Callable[[Any], Iterable[str]]) -> Requires:
+    return hopper_requires(head_dims=tuple(config.VALUE_HEAD_DIMS), handles=handles, find_refusal_reasons=reasons)

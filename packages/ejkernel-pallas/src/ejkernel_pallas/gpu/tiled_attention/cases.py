@@ -11,6 +11,7 @@ import numpy as np
 from ejkernel.arithmetic import cdiv
 from ejkernel.modules.operations.blocksparse_attention import BlockSparseAttentionArguments
 from ejkernel.modules.operations.cases.flash_attention import AttentionSizes, qkv
+from ejkernel.modules.operations.cases.pair_function_options import cases_of_options
 from ejkernel.modules.operations.cases.tables import tagged_case
 from ejkernel.ops.model import Case
 from ejkernel.types import MaskInfo
@@ -136,9 +137,13 @@ _FUNCTION_TABLE: tuple[tuple[str, dict[str, int], Callable[[jax.Array], dict[str
 
 def cases() -> dict[str, tuple[Case, ...]]:
     """Returns the conformance cases of each operation, by its name."""
-    patterns = tuple(_case(*row, exercises=("pattern",)) for row in _CASE_TABLE)
-    functions = tuple(_case(*row, exercises=("score_mod", "mask_mod")) for row in _FUNCTION_TABLE)
-    return {"blocksparse_attention": patterns + functions}
+    return {"blocksparse_attention": tuple(_case(*row, exercises=("pattern",)) for row in _CASE_TABLE)}
+
+
+def function_cases() -> dict[str, tuple[Case, ...]]:
+    """Returns those with functions of pairs."""
+    rows = tuple(_case(*row, exercises=("score_mod", "mask_mod")) for row in _FUNCTION_TABLE)
+    return {"blocksparse_attention": rows, "flash_attention": cases_of_options()}
 
 
 def _case(
