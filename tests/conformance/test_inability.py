@@ -50,7 +50,6 @@ INABILITY = {
             rf"(score|mask)_mod: takes {N} elements of an array at once, the kernels load single ones",
             r"score_mod: has another derivative by the score than 1, which the kernels do not combine with dropout",
             r"score_mod: reads an array by query and key together; the kernels sum its gradients by one of them",
-            r"(bias|mask): the kernels have none together with score_mod or mask_mod",
         ]
     ),
     "rows that do not begin where copies can, or do not fill a tile": "|".join(
@@ -102,6 +101,7 @@ INABILITY = {
     "a computation that is another kernel's": "|".join(
         [
             r"beta: got None; the implementation '(triton|cuda_chunked)' serves recurrences without the delta rule",
+            "score_mod: got None, as is mask_mod; implementations without _functions in their names serve it",
             "low_rank_read: got None; the implementations 'triton' and 'triton_delta' serve recurrences without it",
             rf"decay: got (None|{N} per head), wants a gate per key channel, {N} per head",
             "a shared prefix together with a window or alibi, which count from each query's own position",

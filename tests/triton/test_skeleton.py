@@ -16,7 +16,8 @@ SUBFAMILIES = {
 }
 """Directories in a family's directory that have the skeleton themselves."""
 
-SKELETON = {"__init__.py", "config.py", "spec.py", "plan.py", "forward.py", "backward.py", "kernels", "cases.py"}
+PASSES = {"forward.py", "backward.py", "forward_mode.py"}
+SKELETON = PASSES | {"__init__.py", "config.py", "spec.py", "plan.py", "kernels", "cases.py"}
 
 
 def _directories():

@@ -6,7 +6,7 @@ from ejkernel.families.tiled_attention.mask_terms import needs_mask_function
 from ejkernel.families.tiled_attention.record import TiledAttention
 from ejkernel.planning.scalar_programs import scalar_program
 
-NO_FUNCTIONS = "neither score_mod nor mask_mod is given, without which another implementation has the same kernels"
+NO_FUNCTIONS = "score_mod: got None, as is mask_mod; implementations without _functions in their names serve it"
 
 
 def function_refusals(record: TiledAttention) -> Iterable[str]:

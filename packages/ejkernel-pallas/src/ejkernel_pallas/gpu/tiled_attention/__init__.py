@@ -65,7 +65,7 @@ def implementations() -> tuple[Implementation, ...]:
     functions = dataclasses.replace(
         plain,
         name="mosaic_gpu_functions",
-        requires=_requires(HANDLES | {"score_mod", "mask_mod"}, _function_refusal_reasons),
+        requires=_requires(HANDLES - {"pattern"} | {"score_mod", "mask_mod"}, _function_refusal_reasons),
         cases=f"{run}.cases:function_cases",
     )
     return plain, functions

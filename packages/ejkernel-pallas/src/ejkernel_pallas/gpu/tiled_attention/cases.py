@@ -13,6 +13,7 @@ from ejkernel.modules.operations.blocksparse_attention import BlockSparseAttenti
 from ejkernel.modules.operations.cases.flash_attention import AttentionSizes, qkv
 from ejkernel.modules.operations.cases.pair_function_options import cases_of_options
 from ejkernel.modules.operations.cases.tables import tagged_case
+from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
 from ejkernel.ops.model import Case
 from ejkernel.types import MaskInfo
 from ejkernel.types.sparse_masks import ChunkedCausalMask, LocalMask, Mask, NumpyMask
@@ -101,11 +102,6 @@ def _window_of_two_sides(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
     return jnp.abs(q_idx - k_idx) <= 50
 
 
-def _function_inputs(key: jax.Array) -> dict[str, Any]:
-    """Returns a pattern and segments next to both functions."""
-    return _segment_inputs(key) | {"score_mod": _decay, "mask_mod": _prefix_of_heads, "logits_soft_cap": 5.0}
-
-
 _CASE_TABLE: tuple[tuple[str, dict[str, int], Callable[[jax.Array], dict[str, Any]]], ...] = (
     ("blocks of 64", {}, lambda key: {"mask_builder": _random_blocks_mask, "causal": False}),
     ("blocks of 64, causal, segments", {"d": 128, "v": 128}, _segment_inputs),
@@ -131,7 +127,6 @@ _FUNCTION_TABLE: tuple[tuple[str, dict[str, int], Callable[[jax.Array], dict[str
     ("prefix, soft cap and buckets by function, 256", {"d": 256, "v": 256}, _prefix_inputs),
     ("window and decay by function", {"d": 64, "v": 64}, _window_inputs),
     ("documents by function", {"d": 64, "v": 64}, _document_and_window_inputs),
-    ("functions, blocks of 64, segments, soft cap", {"d": 64, "v": 64}, _function_inputs),
 )
 
 
@@ -143,7 +138,7 @@ def cases() -> dict[str, tuple[Case, ...]]:
 def function_cases() -> dict[str, tuple[Case, ...]]:
     """Returns those with functions of pairs."""
     rows = tuple(_case(*row, exercises=("score_mod", "mask_mod")) for row in _FUNCTION_TABLE)
-    return {"blocksparse_attention": rows, "flash_attention": cases_of_options()}
+    return {"blocksparse_attention": rows, "flash_attention": cases_of_options(FlashAttentionArguments)}
 
 
 def _case(

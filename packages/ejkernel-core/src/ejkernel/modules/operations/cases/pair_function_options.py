@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from ejkernel.modules.operations.cases.flash_attention import AttentionSizes, qkv
 from ejkernel.modules.operations.cases.tables import Row, make_cases_of_rows
-from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
 from ejkernel.ops.model import Case
 from ejkernel.types import MaskInfo
 
@@ -19,14 +18,14 @@ SIZES = AttentionSizes(t=128, s=128, d=64, v=64, dtype=jnp.bfloat16)
 FLOAT32_SIZES = AttentionSizes()
 
 
-def cases_of_options() -> tuple[Case, ...]:
-    """Returns the cases in bfloat16, with heads of 64."""
-    return make_cases_of_rows(FlashAttentionArguments, qkv, ROWS)
+def cases_of_options(record_type: type) -> tuple[Case, ...]:
+    """Returns the cases in bfloat16, with heads of 64, as argument records of the given type."""
+    return make_cases_of_rows(record_type, qkv, ROWS)
 
 
-def cases_of_positions() -> tuple[Case, ...]:
+def cases_of_positions(record_type: type) -> tuple[Case, ...]:
     """Returns a case of float32 with positions of queries and keys."""
-    return make_cases_of_rows(FlashAttentionArguments, qkv, POSITION_ROWS)
+    return make_cases_of_rows(record_type, qkv, POSITION_ROWS)
 
 
 def _functions(heads: int) -> dict[str, Any]:
