@@ -1,9 +1,9 @@
-"""What a `batch_invariant` block costs, and whether rows keep their bits: on a CPU, or on the GPU that is there.
+"""The cost of a `batch_invariant` block, and whether rows keep their bits, on a CPU or a GPU.
 
     python benchmarks/library/batch_invariance.py [--quick | --once] [NAME ...]
 
-Each call runs as dispatch chooses it, and in the block; the two take turns. Then a part of its rows runs alone in the
-block, and must have the bits that it has in the whole call. The table names the kernels that dispatch chose.
+Each call runs outside of the block and in it, interleaved. Then some of its rows run alone in the block, and must have
+the bits that they have in the whole call. The table names the kernels that dispatch chose.
 """
 
 import argparse
@@ -47,19 +47,19 @@ sys.path.append(str(Path(__file__).parents[1]))
 from shared.report import heading, markdown_table
 
 MIN_SECONDS, MAX_CALLS = 0.02, 20
-"""How long a turn takes at least, and the most calls in it."""
+"""The least time of a sample, and the most calls in it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A call and a part of its rows.
+    """A call and some of its rows.
 
     Attributes:
         label: Sizes.
         function: The public function.
-        arrays: Its arguments, or what `arguments` makes them of.
-        part: Those of some of its rows alone.
-        rows: Takes those rows of the whole call's output.
+        arrays: Its arguments, or the inputs of `arguments`.
+        part: The same for only some of its rows.
+        rows: Selects those rows of the whole call's output.
         options: Its keyword arguments.
         arguments: Arrays -> positional and keyword arguments.
         output: Result -> the array that is compared.

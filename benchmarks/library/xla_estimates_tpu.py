@@ -4,9 +4,9 @@
     python benchmarks/library/xla_estimates_tpu.py --target v6e    # one chip
     python benchmarks/library/xla_estimates_tpu.py --quick         # one small call, for v5e
 
-libtpu writes the cycles that it expects of a fusion, a copy or a product into the compiled program. They are added up,
-those of a loop as often as it runs. Sorts, gathers and scatters have no estimate there: the times are lower bounds, and
-the column "not estimated" counts such operations.
+libtpu writes the cycles that it expects of a fusion, a copy or a product into the compiled program. This script adds
+them up, those of a loop as often as it runs. Sorts, gathers and scatters have no estimate: the times are lower bounds,
+and the column "not estimated" counts such operations.
 
 Needs libtpu: pip install "ejkernel-pallas[aot]".
 """
@@ -65,7 +65,7 @@ def indexer(queries: int, keys: int, selected: int = 2048) -> Call:
 
 
 def latent_lists(queries: int, keys: int, listed: int = 2048) -> Call:
-    """Attention of DeepSeek-V3.2 to listed keys: 128 heads of one latent key of 512 + 64. XLA has a query at a time."""
+    """DeepSeek-V3.2: attention to listed keys, 128 heads of a latent key of 512 + 64. XLA takes 1 query at a time."""
 
     def forward(query: Any, key: Any, indices: Any) -> Any:
         return token_sparse_attention(query, key, None, indices, softmax_scale=0.1, value_size=512, platform="xla")
@@ -80,7 +80,7 @@ def latent_lists(queries: int, keys: int, listed: int = 2048) -> Call:
 
 
 def grouped_lists(queries: int, keys: int, listed: int = 2048) -> Call:
-    """Attention to listed keys with 64 heads of 128 and 4 KV heads. XLA has one KV head and four queries at a time."""
+    """Attention to listed keys with 64 heads of 128 and 4 KV heads. XLA takes 1 KV head and 4 queries at a time."""
 
     def forward(query: Any, key: Any, value: Any, indices: Any) -> Any:
         return token_sparse_attention(query, key, value, indices, platform="xla")

@@ -1,11 +1,11 @@
-"""Trees of draft tokens in recurrences on a GPU: states of all tokens, or outputs alone and accepted tokens again.
+"""Trees of draft tokens in recurrences on a GPU: storing all states, or none and processing accepted tokens again.
 
     python benchmarks/linear_recurrence/draft_trees_gpu.py  # the table
     python benchmarks/linear_recurrence/draft_trees_gpu.py --quick  # one kind
     # no times: small trees anywhere
     TRITON_INTERPRET=1 python benchmarks/linear_recurrence/draft_trees_gpu.py --check
 
-256 requests have the same tree of eight draft tokens, and states in slots drawn by chance. "States" keeps the state
+256 requests have the same tree of eight draft tokens, and states in slots drawn at random. "States" keeps the state
 after every token, and accepting gathers one for each request. "Outputs" stores none, and accepting processes four
 tokens of each request again. A side is timed only if its outputs, and the states that it stores, agree with the formula
 in float32. Sides are interleaved in loops of eight steps; medians of a step are printed.

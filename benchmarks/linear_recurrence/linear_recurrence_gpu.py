@@ -1,4 +1,4 @@
-"""Linear recurrences on a GPU: gated linear attention, lightning, a gate a head, Mamba-2, delta rules, long sequences.
+"""Linear recurrences on a GPU: gated linear attention, lightning, gates per head, Mamba-2, delta rules, long rows.
 
     python benchmarks/linear_recurrence/linear_recurrence_gpu.py  # the table
     python benchmarks/linear_recurrence/linear_recurrence_gpu.py --quick  # few rounds
@@ -8,8 +8,9 @@
     python benchmarks/linear_recurrence/linear_recurrence_gpu.py --stages  # the kernels one by one, with many tiles
 
 All sides get the same bfloat16 arrays. A side is timed only if its output and gradients agree with the formula's, token
-by token in float32, on the first tokens of one row. Sides are interleaved, several calls a sample, and medians
-are printed. Memory is what a compiled function needs beside its arguments; PyTorch's, the most it had at a time.
+by token in float32, on the first tokens of one row. Sides are interleaved, several calls per sample, and
+medians are printed. Memory is what a compiled function needs in addition to its arguments; PyTorch's is the most that
+it had allocated at a time.
 """
 
 import argparse

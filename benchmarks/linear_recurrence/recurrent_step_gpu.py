@@ -1,4 +1,4 @@
-"""The decode step of linear recurrences on a GPU: one to eight tokens a sequence, beside XLA, FLA and a copy.
+"""The decode step of linear recurrences on a GPU: one to eight tokens per sequence, against XLA, FLA and a copy.
 
     python benchmarks/linear_recurrence/recurrent_step_gpu.py  # the table
     python benchmarks/linear_recurrence/recurrent_step_gpu.py --quick  # one token
@@ -11,7 +11,7 @@
 All sides get the same bfloat16 tokens and states in float32. A side is timed only if its output and states agree with
 the formula's, token by token in float32. A sample is a compiled loop of 16 steps whose state is donated, so that
 starting them costs little; PyTorch starts each. Sides are interleaved, and medians of a step are printed. "Slots" are
-twice as many as there are sequences, whose slots are drawn by chance. The rate counts the sequences' states once read
+twice as many as there are sequences, whose slots are drawn at random. The rate counts the sequences' states once read
 and once written; so does that of the copy, which negates as many in place. Mamba-2's states are transposed, as
 `state_space_v2` has them.
 """

@@ -6,7 +6,7 @@
 
 All sides decode one token of each sequence over the same normal keys and values, whose pages are spread over the cache
 at random. A side is timed only if its output agrees with float64 attention over the numbers that its cache stands for.
-Sides are interleaved, calls of 25 ms a sample, and medians are printed. The last column is the tokens that decode in
+Sides are interleaved in samples of 25 ms, and medians are printed. The last column is the tokens that decode in
 the time of the fastest bfloat16 side, relative to its own. Rates count each byte of the cache once, and queries and
 outputs. The rotations of queries and outputs are in the times.
 """

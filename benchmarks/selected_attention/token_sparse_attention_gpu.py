@@ -164,7 +164,7 @@ DECODE_QUERIES, DECODE_KEYS, CALLS_PER_PROGRAM = 64, 262144, 8
 
 
 def decode_rows(rounds: int) -> Iterator[list[str]]:
-    """Yields the lines of the table of decoding, all sides in turns."""
+    """Yields the lines of the table of decoding; sides are interleaved."""
     for heads in (128, 16):
         layer = dataclasses.replace(LAYERS[0], heads=heads)
         arrays, _ = layer.make_arrays(DECODE_QUERIES, DECODE_KEYS)
@@ -189,7 +189,7 @@ def decode_rows(rounds: int) -> Iterator[list[str]]:
 
 
 def latent_rows(num_keys: int, rounds: int) -> Iterator[list[str]]:
-    """Yields the lines of the table of the latent form's forward pass with a number of keys, all sides in turns."""
+    """Yields the lines of the table of the latent form's forward pass with a number of keys, interleaved."""
     layer = LAYERS[0]
     arrays, _ = layer.make_arrays(QUERIES, num_keys)
     contenders: dict[str, Callable[[], Any]] = {}

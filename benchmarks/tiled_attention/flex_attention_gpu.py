@@ -4,8 +4,8 @@
     python benchmarks/tiled_attention/flex_attention_gpu.py --prepare  # compiles and checks, and measures nothing
 
 Sizes and functions are those of PyTorch's own benchmark (`benchmarks/transformer/score_mod.py`: 16 heads, bfloat16,
-uniform inputs). Times of flex attention leave out its block mask, which is made once; ours find their blocks in every
-pass. Every side must agree with the first one before it is timed.
+uniform inputs). Times of flex attention leave out its block mask, which is computed once; ours find their blocks in
+every pass. Every side must agree with the first one before it is timed.
 """
 
 import argparse

@@ -4,7 +4,7 @@
     python benchmarks/tiled_attention/forward_mode_gpu.py --check   # small calls on any device, no times
 
 Query, key and value have tangents. Every side gets the same bfloat16 arrays. Its output and tangent are compared with
-those of XLA in float32 on a short row before anything is timed. Sides are interleaved, several calls a sample, and
+those of XLA in float32 on a short row before anything is timed. Sides are interleaved, several calls per sample, and
 medians are printed. "Forward" is the kernel that dispatch chooses without tangents. Memory is what the compiled
 function needs in addition to arguments and results.
 """
