@@ -4,7 +4,7 @@
 //   products             keys 0          | keys 1, values 0 | ...
 //
 // Keys are a tile ahead of values, so that products of keys and of values, which do not depend on each other, overlap.
-// 12 warps share the tables of look-ups, and a block fills a multiprocessor: with 16, registers would spill.
+// 12 warps share the look-up tables, and a block fills a multiprocessor: with 16, registers would spill.
 #pragma once
 
 #include "common/code_tile.cuh"
@@ -12,7 +12,7 @@
 
 namespace ejkernel {
 
-// What a cache of codes has beside codes.
+// What a cache of codes has in addition to codes.
 struct CodeParams {
   const unsigned char* signs;  // null if there are none
   Strides sign_strides;
@@ -79,7 +79,7 @@ struct TileLoader<HeadDim, Codes<KeyBits, ValueBits, Signs>> {
     constexpr int kChunks = RowBytes / 16;
 #pragma unroll
     for (int pass = 0; pass < kChunks; ++pass) {
-      // Rows of a power of two of chunks have the same place in each pass, and differ by constants.
+      // Rows of a power of two of chunks have the same offset in each pass, and differ by constants.
       const int lane = threadIdx.x % 32, index = kChunks == 3 ? pass * 32 + lane : lane;
       const int first = kChunks == 3 ? 0 : pass * (32 / kChunks), row = index / kChunks, chunk = index % kChunks;
       const uint32_t offset = __shfl_sync(~0u, key_offset, row + first);

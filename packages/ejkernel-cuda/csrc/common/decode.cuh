@@ -242,7 +242,7 @@ __device__ __forceinline__ void attend_tiles(
   __syncwarp();  // hazard: lanes still read the stages that the merge and the next segment fill
 }
 
-// What the persistent kernel does with a segment, by the format of its cache: this one is of numbers.
+// What the persistent kernel does with a segment, by the format of its cache: this one has numbers, not codes.
 template <int HeadDim, typename CacheT>
 struct CacheFormat {
   using Query = QueryFragments<HeadDim>;

@@ -1,6 +1,6 @@
 // How many steps before its segment a scan with gates per key channel and the delta rule begins: until what a state
 // passes on, the product of the chunks' transitions, vanishes. A token's transition mixes channels, so no bound on gates
-// says where. A block goes back from a segment, against the scan's order, with 64 columns of the identity in the place
+// says where. A block goes back from a segment, against the scan's order, with 64 columns of the identity instead
 // of a state: for the forward scan as the reverse scan does, S^T = E_last S^T - (beta (S^T (k F)^T) T) (k E), and for
 // the reverse scan as the forward one, S^T = E_last S^T - ((beta S^T (k E)^T) T^T) (k F).
 #pragma once
@@ -9,8 +9,8 @@
 
 namespace ejkernel::delta_rule {
 
-// Every so many steps a block looks whether all has vanished; and what has to be below `kMaxAfterTrial` after so many
-// steps, or the block gives up, and the scan begins with its row.
+// The steps between checks whether all entries have vanished; and the steps after which they must be below
+// `kMaxAfterTrial`, or the block gives up, and the scan begins with its row.
 constexpr int kStepsPerLook = 4, kTrialSteps = 16;
 constexpr float kMaxAfterTrial = 1.0f / 64;
 
@@ -25,7 +25,7 @@ struct TransitionLayout : ChannelLayout<false, true> {
 template <>
 struct Block<TransitionLayout> : Block<ChannelLayout<false, true>> {};
 
-// The number of steps of a sequence before the step `end`, which continues it. A warp looks at 32 chunks at once.
+// The number of steps of a sequence before the step `end`, which continues it. A warp reads 32 chunks at once.
 template <bool Reverse>
 __device__ __forceinline__ int steps_of_sequence(const DeltaCall& call, int chunks, int row, int end) {
   const int lane = int(threadIdx.x) % 32;

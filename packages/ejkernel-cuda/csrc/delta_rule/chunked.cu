@@ -88,12 +88,12 @@ bool has_factors_and_skip_shapes(const DeltaCall& call, const F32& factors, cons
          (skip.element_count() == 0 || (!has_delta && count(skip) == call.heads));
 }
 
-// The results with which the states before segments are made: empty with the delta rule, or for one segment.
+// The results from which the states before segments are computed: empty with the delta rule, or for one segment.
 struct SegmentResults {
   F32 &part_states, &part_decays, &states;
 };
 
-// Launches the kernels that make the states before segments, where there are any.
+// Launches the kernels that compute the states before segments, if there are any.
 template <bool Reverse>
 ffi::Error launch_segments(cudaStream_t stream, DeltaCall* call, const Maps& maps, int64_t batch,
                            const SegmentResults& results, bool has_delta) {

@@ -1,8 +1,8 @@
 // The states before the segments of a long row, without the delta rule. A block sums up what the tokens of a part of a
 // segment write, S^T = sum (F X^T) K, or in the reverse scan sum scale (E dO^T) Q, from zeros to the part's end; a
 // second kernel adds up parts, each times the decay from its end to the segment's, and passes the sums on from segment
-// to segment. Parts begin
-// sequences with their states. A part whose decay has vanished there is not summed up, so with gates most blocks end at once.
+// to segment. Parts begin sequences with their states. A part whose decay has vanished there is not summed up, so with
+// gates most blocks end at once.
 #pragma once
 
 #include "delta_rule/scan.cuh"

@@ -66,7 +66,7 @@ __device__ __forceinline__ bool ends_sequence(int mark) {
   return begins_sequence<!Reverse>(mark);
 }
 
-// Steps of a scan, one a chunk: those of a block, which stores nothing before `stored`.
+// Steps of a scan, one per chunk: those of a block, which stores nothing before `stored`.
 struct StepRange {
   int first, stored, end;
 };
@@ -101,7 +101,7 @@ __device__ __forceinline__ float lane_log2_decay(const DeltaCall& call, int row,
   return sum;
 }
 
-// How much a chunk's tokens can make a state grow beside their gates: the norm of I - beta k k^T is at most 1, or
+// How much a chunk's tokens can make a state grow, apart from their gates: the norm of I - beta k k^T is at most 1, or
 // |1 - beta <k, k>|. Each lane returns its own part of the sum of log2 norms; four lanes have a token.
 __device__ __forceinline__ float lane_log2_growth(const DeltaCall& call, int row, int head, const Chunk& chunk) {
   const int lane = int(threadIdx.x) % 32;
@@ -181,7 +181,7 @@ __device__ __forceinline__ StepRange segment_range(const DeltaCall& call, int ch
   return {first, first, min(first + steps, chunks)};
 }
 
-// Whether a segment begins with the state that the tokens before it leave.
+// Whether a segment continues the state after the tokens before it.
 template <bool Reverse>
 __device__ __forceinline__ bool continues_sequence(const DeltaCall& call, int chunks, int row, const StepRange& steps) {
   if (steps.first >= steps.end) return false;

@@ -1,7 +1,7 @@
 // The decode step with gates per key channel: blocks stay resident, and a warp copies its next state ahead.
 //
-// Pairs take more time here than a state's way to registers, and registers leave room for two blocks per multiprocessor,
-// which would copy nothing meanwhile.
+// Pairs take more time here than loading a state, and registers leave room for two blocks per multiprocessor, which
+// would copy nothing while they compute pairs.
 #pragma once
 
 #include "recurrent_step/recurrent_step.cuh"

@@ -278,7 +278,7 @@ struct LatentConsumer {
     float top = fmaxf(row_max[i], sink);
     for (int n = 0; Split && n < splits; ++n) top = fmaxf(top, shared.split_max[n][row]);
     const float shift = top == -INFINITY ? 0.0f : top;
-    // Not 0 but for a row without keys and sinks; NaN stays NaN.
+    // 0 only for a row without keys and sinks; NaN stays NaN.
     float denominator = exp2_approximate(sink - shift);
     for (int n = 0; n < splits; ++n) {
       const float own_max = Split ? shared.split_max[n][row] : row_max[i];
@@ -310,7 +310,7 @@ struct LatentConsumer {
     }
   }
 
-  // The place of eight columns of a row in shared memory, in an order in which a warp's stores are in different banks.
+  // The offset of eight columns of a row in shared memory, in an order in which a warp's stores are in different banks.
   __device__ __forceinline__ float* merged_place(int row, int eight) const {
     return reinterpret_cast<float*>(shared.key) + row * kValueSize + (eight ^ row % 8) * 8;
   }

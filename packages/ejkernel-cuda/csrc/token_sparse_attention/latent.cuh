@@ -15,7 +15,7 @@
 //
 // Shared memory, chunks of 64 rows and 64 columns with the 128-byte swizzle:
 //
-//   Q      9 chunks       K0  9 chunks: left 0..3, right 4..7, rotary 8       K1  likewise
+//   Q      9 chunks       K0  9 chunks: left 0..3, right 4..7, rotary 8       K1  the same
 //
 //   part 0: K0 left          read last by warpgroup 0 (P0 V0)
 //   part 1: K0 right, rotary                warpgroup 1 (P0 V0)
