@@ -45,7 +45,7 @@ def arguments(key_bits=4, value_bits=4, signs=0, size=128, rows=4, heads=8, kv_h
 
 
 def refusals(device=H200, options=None, **changes):
-    """What the implementation has against a call of `ragged_page_attention_v2_turboquant`."""
+    """Returns why the implementation refuses a call of `ragged_page_attention_v2_turboquant`."""
     with target_device(device):
         decision = explain(ragged_page_attention_v2_turboquant, **arguments(**changes), **(options or {}))
     [verdict] = [v for v in decision.forward.verdicts if v.implementation.name == "cuda_codes"]

@@ -68,7 +68,7 @@ const char* run(const Sizes& n, Kernel kernel) {
   return device::complaint;
 }
 
-// Makes the states before segments, as the handlers do.
+// Computes the states before segments, as the handlers do.
 template <bool Reverse>
 void run_segments(const Sizes& n, DeltaCall* call, const Maps& maps, bool has_delta) {
   if (has_delta || n.segments == 1) return;

@@ -26,7 +26,7 @@ extern "C" const char* latent_sparse(void** a, const int* n, float score_factor)
     }
     return device::complaint;
   }
-  // As many blocks as items, but one: a block goes on with the next item.
+  // One block fewer than items, so that a block continues with another item.
   device::blocks_of_grid = call.items > 1 ? call.items - 1 : 1;
   for (unsigned block = 0; block < device::blocks_of_grid; ++block) {
     device::run_cluster(block, 1, sizeof(LatentShared), [&] { latent_kernel<false>(call); }, kThreads);

@@ -98,7 +98,7 @@ def triton_function(
     name = f"{name}_{hashlib.sha256(body.encode()).hexdigest()[:16]}"
     inputs = "b, h, q_idx, k_idx" if program.slope is None else "score, b, h, q_idx, k_idx"
     source = f"def {name}({inputs}, arrays, FAST: tl.constexpr):\n{body}"
-    # Triton reads a function's source by its file name, which may be one of Python's cache of lines alone.
+    # Triton reads a function's source by its file name, which may exist only in Python's `linecache`.
     file_name = f"<ejkernel_triton {name}>"
     linecache.cache[file_name] = (len(source), None, source.splitlines(keepends=True), file_name)
     names: dict[str, Any] = {"tl": tl, "tanh": tanh, "power": power, "__name__": "ejkernel_triton.generated"}

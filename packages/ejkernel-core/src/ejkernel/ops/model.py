@@ -261,7 +261,8 @@ class Implementation:
             changes a bit of a row of the forward pass. The conformance suite proves each on the device.
         invariance_limits: Record -> the reasons why `invariant_to` does not hold for it; empty if it does.
         invariant_priority: Its priority in a `batch_invariant` block, where that must not depend on the batch; None for
-            a `priority` that is a number. A function wants it where `invariant_to` names anything.
+            a `priority` that is a number. Required if `priority` is a function and `invariant_to` is not
+            empty.
         instead_of_kernel: Kind of device -> why it serves the family there instead of a kernel. The support matrix
             shows the reason at operations that no kernel for these devices serves.
     """

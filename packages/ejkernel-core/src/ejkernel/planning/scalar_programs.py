@@ -1,4 +1,4 @@
-"""Translates `score_mod` and `mask_mod` into scalar operations, for kernels that are no JAX programs of scalars.
+"""Translates `score_mod` and `mask_mod` into scalar operations, for kernels that cannot evaluate JAX functions.
 
     table[h] * jnp.abs(q_idx - k_idx)    -->    %0 = h           %3 = q_idx    %5 = sub %3 %4    %7 = convert %6
                                                 %2 = load(0) %0  %4 = k_idx    %6 = abs %5       %8 = mul %2 %7
@@ -19,7 +19,7 @@ import numpy as np
 
 from ejkernel.types.pair_functions import INDEX_NAMES, PairFunction, PairProgram
 
-if TYPE_CHECKING:  # `jax.extend` imports Pallas, which calls without these functions have no use for
+if TYPE_CHECKING:  # `jax.extend` imports Pallas, which calls without these functions do not need
     from jax.extend.core import Jaxpr
 
 INPUTS = ("score", *INDEX_NAMES)

@@ -124,8 +124,8 @@ def prepare_chunks(record: LinearRecurrence) -> PreparedChunks:
 
 
 def early_steps_result(record: LinearRecurrence, segments: int) -> jax.ShapeDtypeStruct:
-    """Returns the result of a scan that holds how many chunks before its segments it begins; empty without the delta
-    rule.
+    """Returns the result of a scan for the number of chunks before each segment at which it begins; empty without the
+    delta rule.
 
     Args:
         record: The canonical arguments.

@@ -1,4 +1,4 @@
-"""The chunks of a row or a packed one, and the segments of them that blocks scan at the same time
+"""The chunks of a row, which may be packed, and the segments that blocks scan at the same time
 (csrc/delta_rule/segments.cuh).
 """
 
@@ -82,8 +82,8 @@ def starting_states(record: LinearRecurrence) -> jax.Array | None:
 
 
 def scan_handler(name: str, record: LinearRecurrence, segments: int) -> str:
-    """Returns the name of a scan's handler: another one where kernels before the scan pass it something in results that
-    nothing else reads, which XLA must not put into a graph.
+    """Returns the name of a scan's handler: another one if earlier kernels of the call pass data to the scan in results
+    that nothing else reads: XLA must not put such a call into a CUDA graph.
 
     Args:
         name: The name without segments.

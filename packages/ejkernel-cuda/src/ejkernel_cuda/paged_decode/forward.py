@@ -55,7 +55,7 @@ def forward(record: PagedAttention, config: PagedDecodeGrid) -> tuple[tuple[jax.
 
 
 def result_shapes(record: PagedAttention, num_thread_blocks: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Returns the shapes of output, lse, and what blocks leave for each other."""
+    """Returns the shapes of output, lse, and the partial results that blocks exchange."""
     (rows, heads, _), size = record.query.shape, paged_cache.value_head_dim(record)
     return (
         jax.ShapeDtypeStruct((rows, heads, size), record.query.dtype),

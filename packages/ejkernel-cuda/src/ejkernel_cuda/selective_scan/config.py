@@ -84,8 +84,8 @@ def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -
 
 
 def batch_invariant(record: SelectiveScan, device: DeviceInfo, direction: Direction) -> ScanTile | GradientTile:
-    """Returns the tile for calls in a `batch_invariant` block: lanes decide in which order a state is summed, and are
-    always as many; channels of a thread have nothing in common.
+    """Returns the tile for calls in a `batch_invariant` block: the number of lanes decides in which order a state is
+    summed, and is fixed; the channels of a thread are independent.
     """
     tile = heuristic(record, device, direction)
     return MEDIUM_TILE if tile == WIDE_TILE else tile

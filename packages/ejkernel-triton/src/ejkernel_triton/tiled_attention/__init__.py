@@ -47,7 +47,7 @@ def _function_refusals(record: TiledAttention) -> Iterable[str]:
 
 
 def _function_backward_refusals(record: Any) -> Iterable[str]:
-    """Yields the reasons to refuse the backward pass of a record: the gradient of an array has no place for pairs."""
+    """Yields the reasons to refuse the backward pass of a record, such as arrays read by query and key together."""
     yield from _function_refusals(record)
     if record.score_mod is None or scalar_program(record.score_mod).refusals:
         return

@@ -15,7 +15,7 @@ BLOCK_LOGITS = 2**26
 MIN_TOKENS = 128
 
 FIXED_ROWS = 512
-"""Tokens of all tiles in a `batch_invariant` block, but on a CPU, which has `TILE_ROWS`: a long product for a GPU."""
+"""Tokens of all tiles in a `batch_invariant` block, except on a CPU, which has `TILE_ROWS`: GPUs need long products."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ class TokenBlocks:
 
     Attributes:
         block_t: Tokens whose inputs are multiplied at once.
-        unroll: Tokens an iteration of the loop.
+        unroll: Tokens per iteration of the loop.
         batch_invariant: Whether rows are computed in tiles of `TILE_ROWS`, one token at a time.
     """
 

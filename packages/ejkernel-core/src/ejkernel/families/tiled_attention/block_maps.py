@@ -146,9 +146,7 @@ def block_lists(blocks: BlockMap) -> BlockLists:
 
 
 def _order_by_counting(rank: jax.Array) -> jax.Array:
-    """Returns what a stable `argsort` along the last axis does, in two kernels of XLA, of which a sort on a GPU takes
-    many.
-    """
+    """Returns the result of a stable `argsort` along the last axis, in two XLA kernels; a sort takes many on a GPU."""
     index = jnp.arange(rank.shape[-1], dtype=jnp.int32)
     distinct = rank.astype(jnp.int32) * rank.shape[-1] + index
     place = jnp.sum(distinct[..., None, :] < distinct[..., None], axis=-1, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""Writes `mask_mod` as arguments of the call where it is no more than those say: kernels have faster paths for them.
+"""Rewrites a `mask_mod` that a window and segment ids can express as those: kernels have faster paths for them.
 
 (documents[b, q_idx] == documents[b, k_idx]) & (documents[b, k_idx] >= 0) & (k_idx <= q_idx)
  ─────────────────────────────────────────      ────────────────────────      ──────────────
@@ -23,7 +23,7 @@ def mask_function_as_arguments(record: TiledAttention) -> TiledAttention:
     """Returns the record with a `mask_mod` that is a window, equal ids of documents, conditions on the query or on the
     key alone, or all of these, as a window and segment ids; other records as they are.
 
-    Segment ids keep the order of ids from -2**30 to 2**30. Two ids that differ by exactly 2**31 are taken for one.
+    Segment ids keep the order of ids from -2**30 to 2**30. Two ids that differ by exactly 2**31 count as equal.
     """
     record = mask_function_as_window(record)
     windows = _windows_of_terms(record)

@@ -107,7 +107,7 @@ def _widen(element: Any) -> Any:
 def _compare(name: str, dtype: str, x: Any, y: Any) -> Any:
     if dtype == "float32":
         return arith.cmpf(getattr(arith.CmpFPredicate, FLOAT_PREDICATES[name]), x, y)
-    # A signed comparison takes True, which is one bit, for -1.
+    # In a signed comparison True, which is one bit, is -1.
     predicate = INT_PREDICATES[name].replace("s", "u") if dtype == "bool" else INT_PREDICATES[name]
     return arith.cmpi(getattr(arith.CmpIPredicate, predicate), x, y)
 

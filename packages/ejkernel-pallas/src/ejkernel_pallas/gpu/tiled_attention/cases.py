@@ -62,7 +62,7 @@ def _document_inputs(key: jax.Array) -> dict[str, Any]:
 
 
 def _document_and_window_inputs(key: jax.Array) -> dict[str, Any]:
-    """Returns a mask that is as good as segment ids and a window, and a soft cap by function."""
+    """Returns a mask that is equivalent to segment ids and a window, and a soft cap by function."""
     documents = jnp.cumsum(jax.random.bernoulli(key, 0.02, (2, 320)), axis=1) - 1
 
     def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:

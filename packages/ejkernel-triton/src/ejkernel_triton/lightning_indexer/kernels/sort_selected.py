@@ -1,7 +1,8 @@
 """Sorts the selected keys of each query by descending score, and equal scores by key.
 
-The selection is in the order of keys, so a place in it stands for a key. What is sorted has 32 bits, for 64 would take
-twice the instructions: the leading bits of a score's distance from the lowest one, and the complement of its place.
+The selection is in the order of keys, so a place in it identifies a key. The sorted integers have 32 bits, since 64
+would take twice the instructions: the leading bits of a score's distance from the lowest one, and the complement of its
+place.
 
     selection (x, key)[place] --> | (x - lowest) >> shift | -place | --sort--> places, nearly in order
     until no pair changes: places 0 1 | 2 3 | 4 5 ..., then 0 | 1 2 | 3 4 | 5 ... by (x, -place)      --> in order

@@ -1,4 +1,4 @@
-"""The scores of a tile of keys for a block of queries, as integers in the order of numbers."""
+"""The scores of a tile of keys for a block of queries, as integers that sort in the order of the floats."""
 
 from typing import Any
 

@@ -19,7 +19,7 @@ class IndexerRefs:
         key: [block_k, D].
         key_scales: float32 [1, block_k].
         indices: Result, int32 [128, rows of the selected keys].
-        scores: Result, float32, likewise.
+        scores: Result, float32, in the same shape.
         ordered_scores: Scratch, int32 [rows, 128]: scores as integers in the order of numbers, a lane per query. The
             selected keys are in the first rows.
         packed_indices: Scratch, int32 [rows, 128]: the indices of keys, and how many rows each still has to move.

@@ -7,8 +7,8 @@ A row is a key and a lane a query. In three steps, each a pass or several over t
    triangular matrix count the selected rows before each one: the rank r, and with it the rows p - r to move.
 3. The moves, by powers of two, the lowest bit first. Ranks are consecutive, so no two rows move to the same one.
 
-A packed index has the key in its upper bits, and the rows to move in its lower ones; a move clears its bit. What stays
-behind at a row has the bit still set, and never moves again, because lower bits are 0 in what does.
+A packed index has the key in its upper bits, and the rows to move in its lower ones; a move clears its bit. The copy
+that stays at the old row still has the bit set, and never moves again, because the lower bits of what moves are 0.
 """
 
 from collections.abc import Callable

@@ -8,9 +8,9 @@ MXU   scores = q k                       acc += weights v             per tile o
 VPU   weights = 2^(scores + list terms - m), m, l
 after the last tile: output = acc / l, lse
 
-A key has a high digit, its number of whole 128s, and a low one. A product of a list's one-hot vectors of both, summed
-over the list, counts how often each pair of digits is there. It replaces a copy per listed key, whose start alone takes
-the scalar unit 20 cycles.
+A key's index has two digits: the high one is the index divided by 128, the low one the remainder. A product of a list's
+one-hot vectors of both, summed over the list, counts how often each pair of digits is there. It replaces a copy per
+listed key, whose start alone takes the scalar unit 20 cycles.
 """
 
 import dataclasses

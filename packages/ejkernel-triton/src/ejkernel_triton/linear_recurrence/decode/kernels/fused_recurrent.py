@@ -16,7 +16,7 @@ if the caller gets it:
     parents  -1  0  0          state -> registers -> token 0 -> token 1         (parent 0: the registers have it)
                                states[0] -> registers ------> token 2           (parent 0: loaded again)
 
-A chain so loads no state but the first. A tile is stored and loaded by the same program; a barrier is between the two.
+A chain so loads no state but the first. The same program stores and loads a tile, with a barrier between the two.
 If states are not stored, the path to such a parent is computed again from the sequence's state, which is still in the
 L2 cache: a state takes as long to store as four tokens to compute, and the paths of draft trees are that short.
 

@@ -67,8 +67,8 @@ def replay_path(
     initial_state_mask,
     spec: tl.constexpr,
 ):
-    """Returns the state [K, V] that a token of a tree continues: `state`, after the token before, or one that the
-    tokens on the path to the parent make again of the sequence's state.
+    """Returns the state [K, V] that a token of a tree continues: `state`, after the token before, or one that is
+    recomputed from the sequence's state with the tokens on the path to the parent.
     """
     parent = limit_parent(parent, token, first_token)
     if first_token + parent != token - 1:
