@@ -49,6 +49,9 @@ INABILITY = {
             r"(score|mask)_mod: (computes \w+ of|reads an array of) [\w ]+, the kernels (have|load) [\w, ]+",
             rf"(score|mask)_mod: takes {N} elements of an array at once, the kernels load single ones",
             r"score_mod: has another derivative by the score than 1, which the kernels do not combine with dropout",
+            r"score_mod: reads an array of \w+ as it is; the kernels sum gradients of float32",
+            r"score_mod: reads an array by the score; the kernels sum its gradients by query or key",
+            rf"score_mod: got {N} elements of arrays, with those of mask_mod; the kernels reach {N}",
             r"score_mod: reads an array by query and key together; the kernels sum its gradients by one of them",
         ]
     ),

@@ -83,3 +83,20 @@ def test_equal_functions_have_equal_programs():
 def test_what_kernels_cannot_compute_is_refused_by_name(function, words):
     (refusal, *_) = scalar_program(score_function("score_mod", function, jnp.float32)).refusals
     assert any(word in refusal for word in words.split("|")), refusal
+
+
+def test_an_index_is_compared_with_the_first_array():
+    """The number of that array is 0, as is what JAX compares an index with before it counts from an array's end."""
+    traced = mask_function("mask_mod", lambda b, h, q_idx, k_idx: k_idx < WORDS[b])
+    assert scalar_program(traced).inputs_read == {"b", "k_idx"}
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (2, 8), (16, 1)])
+def test_a_part_of_an_array_is_not_reshaped(shape):
+    blocks = jnp.zeros((2, 4, 4), jnp.int32)
+
+    def mask(b, h, q_idx, k_idx):
+        return blocks[b].reshape(shape)[q_idx % 4, 0] > 0
+
+    (refusal,) = scalar_program(mask_function("mask_mod", mask)).refusals or (None,)
+    assert refusal == (None if shape == (4, 4) else "has the operation reshape, which the kernels do not have")

@@ -315,7 +315,8 @@ class _Builder:
             return None
         if name == "dynamic_slice" and isinstance(operands[0], _ArrayView):
             return self._slice(operands[0], operands[1:], eqn.params["slice_sizes"], eqn.invars[0].aval.shape)
-        if name in UNCHANGED and math.prod(result.aval.shape) == math.prod(eqn.invars[0].aval.shape):
+        before, after = ([n for n in x.aval.shape if n != 1] for x in (eqn.invars[0], result))
+        if name in UNCHANGED and before == after:
             return operands[0]
         if name not in OPERATIONS | {"add_any", "one_minus_square"} or math.prod(result.aval.shape) != 1:
             self.refusals.append(f"has the operation {name}, which the kernels do not have")
@@ -361,7 +362,11 @@ class _Builder:
         simple = _simplified(name, nodes, operands)
         if simple is not None:
             return simple
-        if name == "lt" and nodes[0].operation in INDEX_NAMES and nodes[1].value == 0:
+        if (
+            name == "lt"
+            and nodes[0].operation in INDEX_NAMES
+            and (nodes[1].operation, nodes[1].value) == ("constant", 0)
+        ):
             return self.constant(False, dtype)  # JAX counts negative indices of an array from its end
         if all(x.operation == "constant" for x in nodes):
             values = [jnp.asarray(x.value, x.dtype) for x in nodes]

@@ -32,6 +32,9 @@ MIN_TOKENS_FOR_PRIORITY = 4
 (docs/lab/linear_recurrence_gpu.md).
 """
 
+MAX_TREE_TOKENS = 64
+"""The tokens of a tree, on average, up to which the kernel comes before Triton's."""
+
 KEY_DIMS = (64, 128)
 """Key dimensions that the kernel is compiled for."""
 
@@ -79,9 +82,10 @@ def _priority(record: LinearRecurrence, device: DeviceInfo, direction: Direction
     """Returns a priority above that of Triton's step if there are enough tokens for it to be faster; fewer were not
     measured.
     """
-    if record.parents is not None:
-        return 25
     sequences = 1 if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
+    if record.parents is not None:
+        # A packed tree may have all tokens but one of every other; its paths are read token by token.
+        return 25 if record.query.shape[1] - sequences <= MAX_TREE_TOKENS * sequences else -1
     return 25 if record.query.shape[1] >= MIN_TOKENS_FOR_PRIORITY * sequences else -1
 
 

@@ -1,6 +1,7 @@
 """Tiled softmax attention in Triton, for GPUs from Ampere on and AMD's through HIP."""
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,8 +24,9 @@ from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 from ejkernel.planning.fixed_sizes import with_fixed_sizes
-from ejkernel.planning.scalar_programs import derivatives_by_loads, scalar_program
+from ejkernel.planning.scalar_programs import derivatives_by_loads, loaded_arrays, scalar_program
 from ejkernel_triton.requirements import triton_implementation, triton_requires
+from ejkernel_triton.scalar_functions import MAX_WORDS
 from ejkernel_triton.tiled_attention import config, forward_mode
 
 HANDLED_FIELDS = MASK_FIELDS | SOFTMAX_FIELDS | DROPOUT_FIELDS | NUMERICS_FIELDS | {"bias", "pattern", "lse_cotangent"}
@@ -44,6 +46,10 @@ def _function_refusals(record: TiledAttention) -> Iterable[str]:
         yield NO_FUNCTIONS
     yield from _refusal_reasons(record)
     yield from function_refusals(record)
+    arrays = [x for name in ("score_mod", "mask_mod") if (x := getattr(record, name)) is not None]
+    words = sum(math.prod(x.shape) for function in arrays for x in jax.eval_shape(loaded_arrays, function))
+    if words >= MAX_WORDS:
+        yield f"score_mod: got {words} elements of arrays, with those of mask_mod; the kernels reach {MAX_WORDS}"
 
 
 def _function_backward_refusals(record: Any) -> Iterable[str]:
@@ -51,10 +57,16 @@ def _function_backward_refusals(record: Any) -> Iterable[str]:
     yield from _function_refusals(record)
     if record.score_mod is None or scalar_program(record.score_mod).refusals:
         return
-    program, derivatives = derivatives_by_loads(scalar_program(record.score_mod))
+    program = scalar_program(record.score_mod)
+    loads = [node for n in program.live_nodes(program.result) if (node := program.nodes[n]).operation == "load"]
+    if narrow := sorted({node.dtype for node in loads} & {"bfloat16", "float16"}):
+        yield f"score_mod: reads an array of {narrow[0]} as it is; the kernels sum gradients of float32"
+    program, derivatives = derivatives_by_loads(program)
     yield from (f"score_mod: {reason}" for reason in program.refusals)
     if any(program.reads_both(n) for n in derivatives):
         yield "score_mod: reads an array by query and key together; the kernels sum its gradients by one of them"
+    if any("score" in program.reads[n] for n in derivatives):
+        yield "score_mod: reads an array by the score; the kernels sum its gradients by query or key"
 
 
 FIXED_LENGTH = 4096

@@ -59,7 +59,9 @@ def has_known_bounds(program: ScalarProgram) -> bool:
                 return False
             if node.operation in ("and", "or", "not") and operands != {"bool"}:
                 return False
-            if node.operation in ("eq", "ne", "convert_element_type") and "bool" in operands and node.dtype == "bool":
+            if node.operation in ("eq", "ne") and "bool" in operands:
+                return False
+            if node.operation == "convert_element_type" and node.dtype == "bool":
                 return False
     return True
 

@@ -108,8 +108,15 @@ def flash_bwd_dbias_kernel(
                             n, rows, token_info, keys, mask_bases, batch, spec, per, BLOCK_KV, True
                         )
                         acc += gradient
-    HEAD_SIZE: tl.constexpr = BIAS_SIZES[1] * BIAS_SIZES[2]
-    base = dbias + (tl.cast(bias_row, tl.int64) * BIAS_SIZES[0] + bias_head) * HEAD_SIZE
+    if spec.BIAS_STRIDES is None:  # an element that `score_mod` loads
+        HEAD_SIZE: tl.constexpr = BIAS_SIZES[1] * BIAS_SIZES[2]
+        base = dbias + (tl.cast(bias_row, tl.int64) * BIAS_SIZES[0] + bias_head) * HEAD_SIZE
+    else:
+        base = (
+            dbias
+            + tl.cast(bias_row, tl.int64) * spec.BIAS_STRIDES[0]
+            + tl.cast(bias_head, tl.int64) * spec.BIAS_STRIDES[1]
+        )
     _store_bias_gradient(base, acc, q_tile * BLOCK_Q, k_tile * BLOCK_KV, BLOCK_Q, BLOCK_KV, BIAS_SIZES)
 
 
