@@ -17,6 +17,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.planning.scalar_operations import (
+    DTYPES,
+    LOADED_DTYPES,
+    OPERATIONS,
+    ZERO,
+    ScalarNode,
+    compute_node,
+    simplified,
+    unknown_dtype,
+)
 from ejkernel.types.pair_functions import INDEX_NAMES, PairFunction, PairProgram
 
 if TYPE_CHECKING:  # `jax.extend` imports Pallas, which calls without these functions do not need
@@ -28,32 +38,6 @@ CALLS = frozenset({"jit", "closed_call", "custom_jvp_call"})
 """Operations that call an inner program, which is translated in their place."""
 UNCHANGED = frozenset({"copy", "copy_p", "broadcast_in_dim", "reshape", "squeeze", "stop_gradient", "expand_dims"})
 """Operations that leave a scalar as it is."""
-ARITHMETIC = "abs add clamp convert_element_type div integer_pow max min mul neg rem sign square sub"
-FUNCTIONS = "exp exp2 log log1p logistic pow rsqrt sqrt tanh"
-LOGIC = "and eq ge gt le lt ne not or select_n shift_left shift_right_arithmetic shift_right_logical xor"
-OPERATIONS = frozenset(f"{ARITHMETIC} {FUNCTIONS} {LOGIC}".split())
-"""Operations on scalars that kernels compute."""
-DTYPES = ("float32", "int32", "bool")
-"""The dtypes of the values that kernels compute with."""
-LOADED_DTYPES = ("float32", "bfloat16", "float16", "int32", "bool")
-"""The dtypes of the arrays whose elements kernels load."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ScalarNode:
-    """One operation of a program.
-
-    Attributes:
-        operation: A name of `INPUTS` or `OPERATIONS`, `"constant"`, or `"load"`, an element of an array.
-        operands: The indices of the nodes that it reads; of a load the indices along the array's axes.
-        dtype: The dtype of its result.
-        value: The number of a constant, the index of the array of a load, or the exponent of an `integer_pow`.
-    """
-
-    operation: str
-    operands: tuple[int, ...]
-    dtype: str
-    value: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,17 +110,6 @@ def _live_nodes(program: ScalarProgram, result: int) -> tuple[int, ...]:
         if n in needed:
             needed.update(program.nodes[n].operands)
     return tuple(sorted(needed))
-
-
-def compute_node(node: ScalarNode, operands: list[Any]) -> Any:
-    """Returns the result of an operation of arrays of one shape, element by element."""
-    if node.operation == "convert_element_type":
-        return operands[0].astype(node.dtype)
-    if node.operation == "integer_pow":
-        return operands[0] ** node.value
-    functions = {name: getattr(jnp, f"bitwise_{name}") for name in ("and", "or", "not", "xor")}
-    function = functions[node.operation] if node.operation in functions else getattr(jax.lax, node.operation)
-    return function(*operands)
 
 
 def scalar_program(function: PairFunction) -> ScalarProgram:
@@ -315,8 +288,7 @@ class _Builder:
             return None
         if name == "dynamic_slice" and isinstance(operands[0], _ArrayView):
             return self._slice(operands[0], operands[1:], eqn.params["slice_sizes"], eqn.invars[0].aval.shape)
-        before, after = ([n for n in x.aval.shape if n != 1] for x in (eqn.invars[0], result))
-        if name in UNCHANGED and before == after:
+        if name in UNCHANGED and _long_axes(result) == _long_axes(eqn.invars[0]):
             return operands[0]
         if name not in OPERATIONS | {"add_any", "one_minus_square"} or math.prod(result.aval.shape) != 1:
             self.refusals.append(f"has the operation {name}, which the kernels do not have")
@@ -324,7 +296,7 @@ class _Builder:
         scalars = [self._scalar(x) for x in operands]
         if any(x is None for x in scalars):
             return None
-        if kind := _unknown_dtype(name, [str(x.aval.dtype) for x in (result, *eqn.invars)]):
+        if kind := unknown_dtype(name, [str(x.aval.dtype) for x in (result, *eqn.invars)]):
             self.refusals.append(f"computes {name} of {kind}, the kernels have {', '.join(DTYPES)}")
             return None
         return self._operation(name, [x for x in scalars if x is not None], result.aval.dtype, eqn.params.get("y"))
@@ -355,18 +327,13 @@ class _Builder:
         if name == "pow":  # an exponent may be an integer
             operands = [self._operation("convert_element_type", [x], dtype) for x in operands]
             nodes = [self.nodes[n] for n in operands]
-        if name == "square":
-            name, exponent = "integer_pow", 2
+        name, exponent = ("integer_pow", 2) if name == "square" else (name, exponent)
         if name == "one_minus_square":  # in the derivative of tanh, from JAX 0.11 on
             return self._operation("sub", [self.constant(1, dtype), self._operation("square", operands, dtype)], dtype)
-        simple = _simplified(name, nodes, operands)
+        simple = simplified(name, nodes, operands)
         if simple is not None:
             return simple
-        if (
-            name == "lt"
-            and nodes[0].operation in INDEX_NAMES
-            and (nodes[1].operation, nodes[1].value) == ("constant", 0)
-        ):
+        if name == "lt" and nodes[0].operation in INDEX_NAMES and nodes[1] == ZERO:
             return self.constant(False, dtype)  # JAX counts negative indices of an array from its end
         if all(x.operation == "constant" for x in nodes):
             values = [jnp.asarray(x.value, x.dtype) for x in nodes]
@@ -374,27 +341,8 @@ class _Builder:
         return self.add(name, tuple(operands), dtype, exponent)
 
 
-def _unknown_dtype(name: str, dtypes: list[str]) -> str | None:
-    """Returns the dtype, of the result and the operands of an operation, for which kernels do not have it."""
-    result, *operands = dtypes
-    if name == "convert_element_type":
-        known = result in DTYPES and operands[0] in LOADED_DTYPES
-        return None if known else f"{operands[0]} to {result}"
-    of_one_kind = {"rem": "int32", "select_n": "bool"}
-    if name in of_one_kind and operands[0] != of_one_kind[name]:
-        return operands[0]
-    return next((kind for kind in dtypes if kind not in DTYPES), None)
-
-
-def _simplified(name: str, nodes: list[ScalarNode], operands: list[int]) -> int | None:
-    """Returns the operand that an operation leaves as it is, or None."""
-    if name == "mul":
-        for n in (0, 1):
-            if nodes[n].operation == "constant" and nodes[n].value == 1:
-                return operands[1 - n]
-    if name == "select_n" and nodes[0].operation == "constant":
-        return operands[1 + int(nodes[0].value)]
-    return None
+def _long_axes(x: Any) -> list[int]:
+    return [n for n in x.aval.shape if n != 1]
 
 
 def _is_literal(x: Any) -> bool:
