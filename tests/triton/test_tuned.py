@@ -39,7 +39,7 @@ def test_a_call_finds_the_tuned_entry_of_its_kind(direction, batch):
     array = jax.ShapeDtypeStruct((batch, 8192, 32, 128), jnp.float16)
     record = OP.lower(FlashAttentionArguments(query=array, key=array, value=array, causal=True))
     device = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
-    (implementation,) = implementations()
+    implementation, _ = implementations()
     request = Request(op=OP, implementation=implementation, direction=direction, device=device, record=record)
     selection = ConfigSelectorChain().choose(request)
     assert selection.trail[-1] == "persistent: shipped table"

@@ -112,7 +112,7 @@ def test_an_invalid_config_field_is_named_in_the_error(name, value):
 
 
 def test_public_tile_sizes_apply_to_both_backward_kernels():
-    (implementation,) = implementations()
+    implementation, _ = implementations()
     rule = config.heuristic(record(256, 256), H200, "backward")
     public = BwdParams(q_blocksize=16, num_stages=4)
     found = implementation.config.complete_part(rule, public, "backward")
@@ -159,7 +159,7 @@ def test_triton_is_refused_by_name_without_its_toolchain_or_device():
     array = jax.ShapeDtypeStruct((1, 16, 2, 16), jnp.float32)
     with pytest.raises(NotImplementedError, match=r"triton .* refused .*needs amd or nvidia"):
         jax.eval_shape(lambda x: flash_attention(x, x, x, platform="triton", cfg=FlashAttentionConfig()), array)
-    (implementation,) = implementations()
+    implementation, _ = implementations()
     assert implementation.requires.modules == DEVICE_TOOLCHAIN
 
 

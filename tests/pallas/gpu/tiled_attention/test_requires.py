@@ -10,7 +10,7 @@ from ejkernel.ops.dispatch import refusals
 from ejkernel_pallas.gpu.tiled_attention import implementations
 
 H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
-(IMPLEMENTATION,) = implementations()
+IMPLEMENTATION, _ = implementations()
 GRADIENTS = frozenset({"query", "key", "value"})
 
 
