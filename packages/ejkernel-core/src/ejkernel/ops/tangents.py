@@ -128,21 +128,22 @@ class TangentCall:
         if not vs:
             return jax.tree.leaves(forward_results(self.plan, frozenset(), record)), []
         with forward_mode():
-            results, tangents = self._derive(record, xs, vs)
+            results, tangents = self._derive(record, vs)
         leaves = jax.tree.leaves(results)
         return leaves, [v for x, v in zip(leaves, jax.tree.leaves(tangents), strict=True) if is_floating(x)]
 
-    def _derive(self, record: Any, xs: Leaves, vs: Leaves) -> tuple[Any, Any]:
+    def _derive(self, record: Any, vs: Leaves) -> tuple[Any, Any]:
         choice = tangent_choice(self.plan, record, self.fields(record))
         if choice is not None and choice.implementation is not None and choice.implementation.platform != "xla":
             return _kernel_tangents(self, choice, record, vs)
-        return self.derive_by(choice, record, xs, vs)
+        return self.derive_by(choice, record, vs)
 
-    def derive_by(self, choice: Choice | None, record: Any, xs: Leaves, vs: Leaves) -> tuple[Any, Any]:
+    def derive_by(self, choice: Choice | None, record: Any, vs: Leaves) -> tuple[Any, Any]:
         """Returns results and tangents by a configured choice, or by the family's reference if it is None."""
         if choice is not None and choice.implementation is not None and choice.implementation.forward_mode:
             return self.plan.forward_with_tangents(record, vs, self._tangents_by_field, choice)
         run = self.plan.op.family.reference if choice is None else functools.partial(self.plan.forward, choice=choice)
+        xs = jax.tree.leaves(record)
         return jax.jvp(
             lambda some: tuple(run(jax.tree.unflatten(self.structure, replaced(xs, self.moved, some)))[:2]),
             ([xs[i] for i in self.moved],),
@@ -240,7 +241,7 @@ def _xla_choice(plan: Any, record: Any, direction: Any, fields: frozenset[str]) 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _kernel_tangents(call: TangentCall, choice: Any, record: Any, vs: Leaves) -> tuple[Any, Any]:
-    return call.derive_by(choice, record, [], vs)
+    return call.derive_by(choice, record, vs)
 
 
 @_kernel_tangents.defjvp
@@ -248,10 +249,7 @@ def _kernel_tangents(call: TangentCall, choice: Any, record: Any, vs: Leaves) ->
 def _kernel_tangents_jvp(call: TangentCall, choice: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
     """Computes second derivatives by XLA: JAX does not differentiate kernels."""
     xla = _xla_choice(call.plan, primals[0], "forward", frozenset())
-
-    def derive(record: Any, vs: Leaves) -> tuple[Any, Any]:
-        return call.derive_by(xla, record, jax.tree.leaves(record), vs)
-
+    derive = functools.partial(call.derive_by, xla)
     return _kernel_tangents(call, choice, *primals), jax.jvp(derive, primals, tangents)[1]
 
 
