@@ -35,7 +35,7 @@ def test_score_programs_match_functions_and_their_derivatives(function):
     assert not program.refusals
     grid = jnp.meshgrid(*INDICES, indexing="ij")
     score = jax.random.normal(jax.random.key(2), grid[0].shape)
-    wanted = jnp.vectorize(jax.value_and_grad(function))(score, *grid)
+    expected = jnp.vectorize(jax.value_and_grad(function))(score, *grid)
     indices = dict(zip(("b", "h", "q_idx", "k_idx"), grid, strict=True)) | {"score": score}
     values = {}
     for n, node in enumerate(program.nodes):
@@ -46,7 +46,7 @@ def test_score_programs_match_functions_and_their_derivatives(function):
             values[n] = jnp.full(score.shape, node.value, node.dtype)
         else:
             values[n] = indices[node.operation] if node.operation in indices else compute_node(node, operands)
-    for found, result in zip((program.result, program.slope), wanted, strict=True):
+    for found, result in zip((program.result, program.slope), expected, strict=True):
         np.testing.assert_allclose(values[found].astype(jnp.float32), result, rtol=2e-5, atol=2e-5)
 
 
@@ -60,8 +60,8 @@ def test_mask_programs_match_functions():
     assert not program.refusals
     shaped = [x.reshape([-1 if n == axis else 1 for n in range(4)]) for axis, x in enumerate(INDICES)]
     values = values_of_nodes(program, program.live_nodes(program.result), shaped, loaded_arrays(traced))
-    wanted = jnp.vectorize(mask)(*jnp.meshgrid(*INDICES, indexing="ij"))
-    np.testing.assert_array_equal(jnp.broadcast_to(values[program.result], wanted.shape), wanted)
+    expected = jnp.vectorize(mask)(*jnp.meshgrid(*INDICES, indexing="ij"))
+    np.testing.assert_array_equal(jnp.broadcast_to(values[program.result], expected.shape), expected)
 
 
 def test_equal_functions_have_equal_programs():

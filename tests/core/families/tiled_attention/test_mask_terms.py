@@ -37,8 +37,8 @@ def test_documents_padding_and_windows_are_found(mask):
     q_ids, k_ids = (np.asarray(x) for x in (found.q_segment_ids, found.kv_segment_ids))
     pairs = ((q_ids[:, :, None] == k_ids[:, None]) & (q_ids >= 0)[:, :, None])[:, None]
     pairs = pairs & (k - q >= (-40 if left is None else -left)) & (k - q <= (40 if right is None else right))
-    wanted = np.asarray(jnp.vectorize(mask)(*index))
-    np.testing.assert_array_equal(np.broadcast_to(pairs, wanted.shape), wanted)
+    expected = np.asarray(jnp.vectorize(mask)(*index))
+    np.testing.assert_array_equal(np.broadcast_to(pairs, expected.shape), expected)
 
 
 @pytest.mark.parametrize(

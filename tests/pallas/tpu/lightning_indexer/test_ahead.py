@@ -19,7 +19,7 @@ def test_forward_compiles_and_keeps_no_scores(dtype, name):
 
     arguments = (shaped((1, T, H, D), dtype), shaped((1, S, D), dtype), shaped((1, T, H), "float32"))
     with target_device(DeviceInfo(platform="tpu", vendor="google", kind=PROFILED[name].kind)):
-        made = compiled(forward, arguments, name)
-    assert "ejkernel_lightning_indexer" in made.as_text()
+        program = compiled(forward, arguments, name)
+    assert "ejkernel_lightning_indexer" in program.as_text()
     # The queries head by head; scores would take 20 MB.
-    assert made.memory_analysis().temp_size_in_bytes < 4 * T * H * D + 2**20
+    assert program.memory_analysis().temp_size_in_bytes < 4 * T * H * D + 2**20

@@ -27,7 +27,7 @@ def record(shape=(1, 37, 600, 3, 16), dtype="bfloat16", top_k=7, window=None, ke
 
     ends = np.clip(np.arange(t) + s - t + 1, 0, s)[None]
     starts = np.zeros_like(ends) if window is None else np.maximum(0, ends - window)
-    made = {name: x(random) if callable(x) else x for name, x in fields.items()}
+    given = {name: x(random) if callable(x) else x for name, x in fields.items()}
     return LightningIndexer(
         query=jnp.asarray(quarters(b, t, h, d), dtype),
         key=jnp.asarray(quarters(b, s, d), key_dtype or dtype),
@@ -35,16 +35,16 @@ def record(shape=(1, 37, 600, 3, 16), dtype="bfloat16", top_k=7, window=None, ke
         key_starts=jnp.asarray(starts, jnp.int32),
         key_ends=jnp.asarray(ends, jnp.int32),
         top_k=top_k,
-        softmax_scale=made.pop("softmax_scale", 0.25),
-        **made,
+        softmax_scale=given.pop("softmax_scale", 0.25),
+        **given,
     )
 
 
-def with_nan_and_zeros(made):
+def with_nan_and_zeros(given):
     """The record with a key of NaN, a query of NaN, negative zeros, and a query that selects nothing."""
-    query = made.query.at[0, 5].set(jnp.nan).at[0, 7].set(-0.0)
+    query = given.query.at[0, 5].set(jnp.nan).at[0, 7].set(-0.0)
     return dataclasses.replace(
-        made, query=query, key=made.key.at[0, 411].set(jnp.nan), key_ends=made.key_ends.at[0, 9].set(0)
+        given, query=query, key=given.key.at[0, 411].set(jnp.nan), key_ends=given.key_ends.at[0, 9].set(0)
     )
 
 
@@ -61,11 +61,11 @@ CASES = {
 }
 
 
-def check(made):
-    (indices, scores), _ = jax.jit(lambda made: forward(made, TILES))(made)
-    (wanted_indices, wanted_scores), _ = reference(made)
-    np.testing.assert_array_equal(indices, wanted_indices)
-    np.testing.assert_array_equal(scores, wanted_scores)
+def check(given):
+    (indices, scores), _ = jax.jit(lambda given: forward(given, TILES))(given)
+    (expected_indices, expected_scores), _ = reference(given)
+    np.testing.assert_array_equal(indices, expected_indices)
+    np.testing.assert_array_equal(scores, expected_scores)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -82,9 +82,9 @@ def test_selects_without_races_and_skips_tiles_that_no_query_needs():
 
 def test_calls_that_the_kernel_cannot_hold_are_refused():
     (implementation,) = implementations()
-    reasons = lambda made: list(implementation.requires.extra(made))  # noqa: E731
-    shape, made = jax.ShapeDtypeStruct, record()
-    assert not reasons(made)
+    reasons = lambda given: list(implementation.requires.extra(given))  # noqa: E731
+    shape, given = jax.ShapeDtypeStruct, record()
+    assert not reasons(given)
     query = lambda *size: {"query": shape(size, jnp.float32)}  # noqa: E731
     for changes, sentence in (
         (query(1, 8, MAX_HEADS + 1, 16), "at most 256"),
@@ -93,7 +93,7 @@ def test_calls_that_the_kernel_cannot_hold_are_refused():
         ({"top_k": MAX_TOP_K + 1}, "top_k: got 4097"),
         ({"top_k": 2048, "key": shape((1, 2**20, 16), jnp.bfloat16)}, "key: got 1048576 keys"),
     ):
-        assert sentence in reasons(dataclasses.replace(made, **changes))[0]
+        assert sentence in reasons(dataclasses.replace(given, **changes))[0]
     with pytest.raises(ValueError, match="keys_per_selection: got 300"):
         TpuIndexerTiles(block_k=256, keys_per_selection=300)
 
@@ -101,14 +101,14 @@ def test_calls_that_the_kernel_cannot_hold_are_refused():
 @pytest.mark.parametrize("keys", [200, 8192, 32768, 131072, 500000])
 def test_default_tiles_fit_memory_and_the_bits_of_an_index(keys):
     shape = jax.ShapeDtypeStruct
-    made = dataclasses.replace(
+    given = dataclasses.replace(
         record(),
         query=shape((1, 4096, 64, 128), jnp.bfloat16),
         key=shape((1, keys, 128), jnp.bfloat16),
         top_k=min(2048, keys),
     )
-    tiles = config.heuristic(made, None, "forward")
-    assert config.vmem_bytes(made, tiles.block_k, tiles.keys_per_selection) <= config.MAX_VMEM_BYTES
-    rows = config.kept_rows(made.top_k) + tiles.keys_per_selection
+    tiles = config.heuristic(given, None, "forward")
+    assert config.vmem_bytes(given, tiles.block_k, tiles.keys_per_selection) <= config.MAX_VMEM_BYTES
+    rows = config.kept_rows(given.top_k) + tiles.keys_per_selection
     assert rows <= 1 << config.shift_bits(keys)
     assert config.shift_bits(keys) + (keys - 1).bit_length() <= config.PACKED_BITS

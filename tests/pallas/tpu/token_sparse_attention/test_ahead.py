@@ -26,8 +26,8 @@ def test_forward_compiles_and_keeps_no_scores(case, name):
     key = shaped((1, S, kv_heads, size), dtype)
     arguments = (shaped((1, T, heads, size), dtype), key, key, shaped((1, T, K), "int32"))
     with target_device(DeviceInfo(platform="tpu", vendor="google", kind=PROFILED[name].kind)):
-        made = compiled(forward, arguments, name)
-    assert "ejkernel_token_sparse_attention" in made.as_text()
+        program = compiled(forward, arguments, name)
+    assert "ejkernel_token_sparse_attention" in program.as_text()
     # Queries, keys, values and outputs padded and in another order, and lse in every lane: nothing per pair.
     arrays = (5 * T * heads + 2 * S * kv_heads) * (size + 64) * arguments[0].dtype.itemsize
-    assert made.memory_analysis().temp_size_in_bytes < arrays + 4 * T * heads * 128 + 2**23
+    assert program.memory_analysis().temp_size_in_bytes < arrays + 4 * T * heads * 128 + 2**23

@@ -45,11 +45,11 @@ CASES = {
 }
 
 
-def check(made):
-    output, residuals = jax.jit(lambda made: forward(made, TILES))(made)
-    wanted, wanted_residuals = reference(made)
-    bound = 2e-5 if made.query.dtype == jnp.float32 else 2e-2
-    for mine, theirs in ((output, wanted), (residuals.lse, wanted_residuals.lse)):
+def check(given):
+    output, residuals = jax.jit(lambda given: forward(given, TILES))(given)
+    expected, expected_residuals = reference(given)
+    bound = 2e-5 if given.query.dtype == jnp.float32 else 2e-2
+    for mine, theirs in ((output, expected), (residuals.lse, expected_residuals.lse)):
         np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (mine, theirs)), rtol=bound, atol=bound)
 
 
@@ -67,18 +67,18 @@ def test_values_without_races():
 
 def test_calls_that_memory_cannot_hold_are_refused_and_others_fit():
     (implementation,) = implementations()
-    shape, made = jax.ShapeDtypeStruct, record()
-    assert not list(implementation.requires.extra(made))
-    long = dataclasses.replace(made, key=shape((1, 2**21, 1, 16), jnp.float32))
+    shape, given = jax.ShapeDtypeStruct, record()
+    assert not list(implementation.requires.extra(given))
+    long = dataclasses.replace(given, key=shape((1, 2**21, 1, 16), jnp.float32))
     assert "key: got" in next(iter(implementation.requires.extra(long)))
-    many = dataclasses.replace(made, query=shape((1, 2**19 + 1, 4, 16), jnp.float32))
+    many = dataclasses.replace(given, query=shape((1, 2**19 + 1, 4, 16), jnp.float32))
     assert "query: got 524289 queries" in next(iter(implementation.requires.extra(many)))
     with pytest.raises(ValueError, match="block_kv: got 100"):
         TpuTokenSparse(block_q=8, block_kv=100)
     for sizes in ((64, 4, 128, 128, 131072), (128, 1, 576, 512, 32768)):
         heads, kv_heads, size, value_size, keys = sizes
         large = dataclasses.replace(
-            made,
+            given,
             query=shape((1, 4096, heads, size), jnp.bfloat16),
             key=shape((1, keys, kv_heads, size), jnp.bfloat16),
             value=shape((1, keys, kv_heads, value_size), jnp.bfloat16) if kv_heads > 1 else None,
@@ -94,13 +94,13 @@ def test_long_lists_and_many_queries_come_before_xla():
     shape, device = jax.ShapeDtypeStruct, DeviceInfo(platform="tpu", vendor="google", kind="TPU v5 lite")
 
     def comes_first(queries, keys, heads, kv_heads):
-        made = dataclasses.replace(
+        given = dataclasses.replace(
             record(),
             query=shape((1, queries, heads, 128), jnp.bfloat16),
             key=shape((1, keys, kv_heads, 128), jnp.bfloat16),
             indices=shape((1, queries, 1, 2048), jnp.int32),
         )
-        return implementation.priority(made, device, "forward") > 0
+        return implementation.priority(given, device, "forward") > 0
 
     assert comes_first(4096, 32768, 64, 4)
     assert comes_first(4096, 8192, 128, 1)
