@@ -18,7 +18,7 @@ from ejkernel.families.tiled_attention import (
     causal_window_bounds,
 )
 from ejkernel.families.tiled_attention.block_maps import pattern_refusals
-from ejkernel.families.tiled_attention.function_refusals import NO_FUNCTIONS, function_refusals
+from ejkernel.families.tiled_attention.function_refusals import function_refusals
 from ejkernel.families.tiled_attention.kinds import tuning_key_of_large_calls
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.ops.device import DeviceInfo
@@ -42,8 +42,6 @@ def _refusal_reasons(record: Any) -> Iterable[str]:
 
 def _function_refusals(record: TiledAttention) -> Iterable[str]:
     """Yields the reasons to refuse a record with functions of pairs, which has evidence of its own."""
-    if record.score_mod is None and record.mask_mod is None:
-        yield NO_FUNCTIONS
     yield from _refusal_reasons(record)
     yield from function_refusals(record)
     arrays = [x for name in ("score_mod", "mask_mod") if (x := getattr(record, name)) is not None]

@@ -10,7 +10,9 @@ NO_FUNCTIONS = "score_mod: got None, as is mask_mod; implementations without _fu
 
 
 def function_refusals(record: TiledAttention) -> Iterable[str]:
-    """Yields why kernels cannot compute the functions of a record; a window needs no function."""
+    """Yields why kernels for calls with functions cannot compute a record; a window needs no function."""
+    if record.score_mod is None and record.mask_mod is None:
+        yield NO_FUNCTIONS
     for name in ("score_mod", "mask_mod"):
         function = getattr(record, name)
         if function is not None and (name == "score_mod" or needs_mask_function(record)):

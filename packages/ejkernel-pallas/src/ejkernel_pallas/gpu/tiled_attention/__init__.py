@@ -9,7 +9,7 @@ from typing import Any
 
 from ejkernel.families.tiled_attention import DROPOUT_FIELDS, SOFTMAX_FIELDS
 from ejkernel.families.tiled_attention.block_maps import pattern_refusals
-from ejkernel.families.tiled_attention.function_refusals import NO_FUNCTIONS, function_refusals
+from ejkernel.families.tiled_attention.function_refusals import function_refusals
 from ejkernel.families.tiled_attention.kinds import tuning_key_of_large_calls
 from ejkernel.ops import ConfigSpace, Implementation, Requires
 from ejkernel_pallas.gpu.requirements import hopper_requires
@@ -39,8 +39,6 @@ def _refusal_reasons(record: Any) -> Iterable[str]:
 
 def _function_refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the same for calls with functions of pairs, which have evidence of their own."""
-    if record.score_mod is None and record.mask_mod is None:
-        yield NO_FUNCTIONS
     yield from _refusal_reasons(record)
     yield from function_refusals(record)
 
