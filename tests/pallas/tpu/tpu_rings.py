@@ -16,10 +16,10 @@ FORWARD = TpuForward(block_q=128, block_kv=128, chunk_q=128, chunk_kv=128)
 BACKWARD = TpuBackward(
     dkv=GradientTile(block_q=128, block_kv=128), dq=GradientTile(block_q=128, block_kv=128), chunk=128
 )
-FIELDS = ("query", "key", "value", "bias", "softmax_aux")
+FIELDS = ("query", "key", "value", "bias", "score_mod", "softmax_aux")
 COTANGENTS = ("cotangent", "lse_cotangent")
 ROWS = P(None, None, "sp")
-SPREAD = {"bias": ROWS, "mask": ROWS, "lse_cotangent": ROWS, "softmax_aux": P()}
+SPREAD = {"bias": ROWS, "mask": ROWS, "lse_cotangent": ROWS, "softmax_aux": P(), "score_mod": P()}
 OUTPUTS = P(None, "sp"), P(None, None, "sp")
 
 
@@ -30,7 +30,7 @@ def arrays(shape, **others):
     sizes = {"query": (b, t, h, d), "key": (b, t, g, d), "value": (b, t, g, v), "cotangent": (b, t, h, v)}
     sizes["lse_cotangent"] = (b, h, t)
     made = {name: jnp.asarray(random.normal(size=size), jnp.float32) for name, size in sizes.items()}
-    return made | {name: jnp.asarray(x) for name, x in others.items()}
+    return made | {name: jax.tree.map(jnp.asarray, x) for name, x in others.items()}
 
 
 def spread(function, size, given, outputs):
@@ -79,7 +79,11 @@ def answers(size, given, **options):
 
 
 def _summed(gradients):
-    return gradients | {name: jax.lax.psum(x, "sp") for name, x in gradients.items() if name == "softmax_aux"}
+    return gradients | {
+        name: jax.tree.map(lambda y: jax.lax.psum(y, "sp"), x)
+        for name, x in gradients.items()
+        if name in ("softmax_aux", "score_mod")
+    }
 
 
 def _specs(names):

@@ -4,6 +4,7 @@ import functools
 import os
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import topologies
@@ -11,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tpu_rings import SPREAD, record
 
 from ejkernel.families.tiled_attention import SoftmaxResiduals
+from ejkernel.types.pair_functions import mask_function, score_function
 from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.ring_attention.kernels import (
     collective_backward,
@@ -88,6 +90,17 @@ def test_a_ring_with_ids_and_positions_compiles(way):
     names = ("q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions")
     shapes |= {field: ((2, length), "int32") for field in names}
     compiled("v5e", way, shapes, SMALL, sliding_window=(300, 200), logits_soft_cap=20.0)
+
+
+def test_a_ring_with_functions_compiles():
+    """The pairs of tiles are traced, since the function counts from the first query and key of a device."""
+    slopes, documents = jnp.ones(2), jnp.zeros(256 * 8, jnp.int32)
+    functions = {
+        "score_mod": score_function("score_mod", lambda s, b, h, q, k: s - slopes[h] * jnp.abs(q - k), jnp.float32),
+        "mask_mod": mask_function("mask_mod", lambda b, h, q, k: documents[q] == documents[k]),
+    }
+    shapes = {field: ((1, 256 * 8, 2, 128), "bfloat16") for field in ("query", "key", "value")}
+    compiled("v5e", "collectives", shapes, SMALL, sliding_window=(300, 200), **functions)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -13,6 +13,7 @@ from tpu_rings import alike, answers, arrays, both, ids
 from ejkernel.modules import ring_attention
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel.types import MaskInfo
+from ejkernel.types.pair_functions import mask_function, score_function
 from ejkernel_pallas.tpu.ring_attention.kernels.collective_backward import backward
 from ejkernel_pallas.tpu.ring_attention.kernels.collective_forward import forward
 
@@ -20,6 +21,18 @@ RANDOM = np.random.default_rng(1)
 SHUFFLED = RANDOM.permutation(512)[None].astype(np.int32)
 PAIRS = (1, 2, 240, 240)
 MASK = MaskInfo(_attention_mask=np.ones((1, 1, 512, 512), bool))
+
+SLOPES, BIASES = (jnp.asarray(RANDOM.normal(size=size), jnp.float32) for size in ((2,), (1, 240)))
+DOCUMENTS = jnp.asarray(np.sort(RANDOM.integers(0, 3, 240)), jnp.int32)
+
+
+def decay(score, b, h, q_idx, k_idx):
+    return jnp.where(k_idx == q_idx, score, score - 0.01 * SLOPES[h] * jnp.abs(q_idx - k_idx)) + BIASES[b, k_idx]
+
+
+def same_document(b, h, q_idx, k_idx):
+    return (DOCUMENTS[q_idx] == DOCUMENTS[k_idx]) & (q_idx != 130)
+
 
 CASES = {
     "striped, grouped heads": (2, arrays((2, 512, 2, 1, 32, 48)), {"causal": True}),
@@ -38,6 +51,11 @@ CASES = {
         4,
         arrays((1, 512, 1, 1, 32, 32), q_positions=SHUFFLED, kv_positions=np.arange(512, dtype=np.int32)[None]),
         {"causal": True, "sliding_window": (200, 0)},
+    ),
+    "functions of indices in the whole sequence": (
+        2,
+        arrays((1, 240, 2, 1, 32, 32), score_mod=score_function("score_mod", decay, jnp.float32)),
+        {"sliding_window": (200, 10), "mask_mod": mask_function("mask_mod", same_document)},
     ),
     "bias and mask of awkward halves": (
         2,
@@ -89,6 +107,8 @@ def program(tokens, devices=4, **options):
         ({"tokens": 1000}, False),
         ({"tokens": 512, "devices": 1}, False),
         ({"tokens": 512, "mask_info": MASK}, False),
+        ({"tokens": 1024, "mask_mod": lambda b, h, q_idx, k_idx: k_idx <= q_idx}, True),
+        ({"tokens": 1024, "causal": True, "score_mod": decay}, False),
     ],
 )
 def test_remote_copies_are_used_where_shards_are_whole_tiles(call, remote):

@@ -6,11 +6,14 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from tpu_records import BACKWARD, CASES, FORWARD, answers, close, interpreted, record
 
 from ejkernel.ops.device import DeviceInfo, target_device
-from ejkernel.types.pair_functions import mask_function
+from ejkernel.types.pair_functions import mask_function, score_function
 from ejkernel.types.pullback import Pullback
+from ejkernel_pallas.tpu.mosaic.split_functions import row_values, split_function
 from ejkernel_pallas.tpu.tiled_attention import config
 from ejkernel_pallas.tpu.tiled_attention.backward import backward
 from ejkernel_pallas.tpu.tiled_attention.config import (
@@ -69,6 +72,23 @@ def test_a_mask_function_that_is_a_window_has_the_program_of_that_window():
         for fields in ({"mask_mod": lambda _: mask}, {"sliding_window": (39, 0)})
     ]
     assert programs[0] == programs[1]
+
+
+def test_equal_functions_under_different_meshes_share_their_parts():
+    """Scalars of a function belong to the mesh under which it is traced first; its parts serve calls under others."""
+    slopes = jnp.ones(4)
+
+    def rows(*indices):
+        traced = score_function("score_mod", lambda s, b, h, q, k: jnp.where(k > q, s, s * slopes[h]), jnp.float32)
+        split = split_function(traced.program)
+        assert not split.refusals
+        return row_values(traced, split.rows, [x.reshape(1, 1, 1, 1) for x in indices])
+
+    for devices in (2, 4):
+        mesh = jax.make_mesh((devices,), ("x",), (AxisType.Auto,), devices=jax.devices()[:devices])
+        run = jax.shard_map(rows, mesh=mesh, in_specs=(P(),) * 4, out_specs=P())
+        (row,) = jax.eval_shape(run, *(jnp.zeros(1, jnp.int32),) * 4)
+        assert row.shape == (1, 1, 1, 1)
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "bfloat16, padding and sinks"])

@@ -213,6 +213,11 @@ def _is_literal(x: Any) -> bool:
     return isinstance(x, Literal)
 
 
+def literal_value(literal: Any) -> np.ndarray:
+    """Returns the value of a literal without the mesh that it was traced under."""
+    return np.asarray(literal.val, literal.aval.dtype)
+
+
 def _is_jaxpr(value: Any) -> bool:
     from jax.extend.core import ClosedJaxpr, Jaxpr
 
@@ -239,7 +244,7 @@ def _evaluate(jaxpr: "Jaxpr", values: list[Any]) -> list[Any]:
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), values, strict=True))
 
     def read(x: Any) -> Any:
-        return x.val if _is_literal(x) else known[x]
+        return literal_value(x) if _is_literal(x) else known[x]
 
     for eqn in jaxpr.eqns:
         inputs, primitive = list(map(read, eqn.invars)), eqn.primitive

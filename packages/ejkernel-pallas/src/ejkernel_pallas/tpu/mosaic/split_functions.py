@@ -17,8 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.sharding import AbstractMesh
 
-from ejkernel.types.pair_functions import INDEX_NAMES, PairFunction, PairProgram
+from ejkernel.types.pair_functions import INDEX_NAMES, PairFunction, PairProgram, literal_value
 
 MAX_ROWS = 16
 """The largest number of rows of a function; each takes a block in VMEM."""
@@ -73,6 +74,12 @@ class SplitFunction:
 @functools.lru_cache(maxsize=256)
 def split_function(program: PairProgram) -> SplitFunction:
     """Returns the two parts of a function."""
+    # Under a mesh, derivatives of scalars would have operations that place them.
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        return _split(program)
+
+
+def _split(program: PairProgram) -> SplitFunction:
     flat, captured = _flattened(program), len(program.jaxpr.constvars)
     reads, from_arrays = _dependences(flat, captured, flat.invars[:captured])
     _, from_floats = _dependences(flat, captured, [x for x in flat.invars[:captured] if _is_float(x)])
@@ -103,7 +110,7 @@ def _with_derivatives(
         known = dict(zip(inputs, values, strict=True))
         _run(steps, known)
         (result,) = flat.outvars
-        return result.val if isinstance(result, Literal) else known[result]
+        return literal_value(result) if isinstance(result, Literal) else known[result]
 
     def derivative(n: int) -> ClosedJaxpr:
         def of(*values: Any) -> Any:
@@ -129,7 +136,7 @@ def _flattened(program: PairProgram) -> Jaxpr:
         known = dict(zip(inputs, values, strict=True))
         _run(jaxpr.eqns, known)
         (result,) = jaxpr.outvars
-        return result.val if isinstance(result, Literal) else known[result]
+        return literal_value(result) if isinstance(result, Literal) else known[result]
 
     closed = jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in inputs))  # type: ignore[attr-defined]
     return closed.jaxpr
@@ -138,12 +145,12 @@ def _flattened(program: PairProgram) -> Jaxpr:
 def _run(steps: Sequence[Any], known: dict[Any, Any]) -> None:
     """Adds the results of operations to the known values."""
     for eqn in steps:
-        inputs = [x.val if isinstance(x, Literal) else known[x] for x in eqn.invars]
+        inputs = [literal_value(x) if isinstance(x, Literal) else known[x] for x in eqn.invars]
         if eqn.primitive.name in INLINED:
             inner: ClosedJaxpr = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
             within = dict(zip((*inner.jaxpr.constvars, *inner.jaxpr.invars), (*inner.consts, *inputs), strict=True))
             _run(inner.jaxpr.eqns, within)
-            results = [x.val if isinstance(x, Literal) else within[x] for x in inner.jaxpr.outvars]
+            results = [literal_value(x) if isinstance(x, Literal) else within[x] for x in inner.jaxpr.outvars]
         else:
             results = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
             results = results if eqn.primitive.multiple_results else [results]
@@ -228,6 +235,14 @@ def _unknown_operations(eqn: Any) -> Iterator[str]:
             yield from _unknown_operations(step)
     elif name not in ELEMENTWISE | UNCHANGED or any(x.aval.shape for x in (*eqn.invars, *eqn.outvars)):
         yield name
+
+
+def function_refusal_reasons(record: Any) -> Iterator[str]:
+    """Yields why kernels cannot compute the functions `score_mod` and `mask_mod` of a record."""
+    for name in ("score_mod", "mask_mod"):
+        function = getattr(record, name)
+        if function is not None:
+            yield from (f"{name}: {reason}" for reason in split_function(function.program).refusals)
 
 
 def row_values(function: PairFunction, rows: Sequence[Row], indices: Sequence[jax.Array]) -> list[jax.Array]:

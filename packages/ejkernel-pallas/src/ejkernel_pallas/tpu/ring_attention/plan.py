@@ -19,8 +19,10 @@ from jax import lax
 
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.ring_attention import RingAttention, as_tiled_attention, axis_size
+from ejkernel.families.ring_attention.record import has_functions
 from ejkernel.families.ring_attention.schedule import Ring, TravellingKeys, local_record, step_record
 from ejkernel.families.tiled_attention import TiledAttention, causal_window_bounds
+from ejkernel.families.tiled_attention.mask_functions import mask_function_as_window
 from ejkernel_pallas.tpu.interpret import is_interpreting
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.ring_attention.config import fit_blocks_to_shard
@@ -34,13 +36,35 @@ table.
 """
 
 
+def with_window_of_function(record: RingAttention) -> RingAttention:
+    """Returns the record with a `mask_mod` that is a causal mask or a window of the whole sequence as one: its shards
+    may then be two halves, and keys may travel by remote copies.
+    """
+    shards = axis_size(record.axis_name)
+    if record.mask_mod is None or shards == 1:
+        return record
+    whole = as_tiled_attention(dataclasses.replace(record, index_origin=None))
+    query, key = (
+        jax.ShapeDtypeStruct((x.shape[0], x.shape[1] * shards, *x.shape[2:]), x.dtype)
+        for x in (record.query, record.key)
+    )
+    windowed = mask_function_as_window(dataclasses.replace(whole, query=query, key=key))
+    if windowed.mask_mod is not None:
+        return record
+    left, right = causal_window_bounds(windowed)
+    sides = (left, None if right == 0 else right)
+    return dataclasses.replace(
+        record, mask_mod=None, causal=right == 0, sliding_window=None if sides == (None, None) else sides
+    )
+
+
 def uses_remote_copies(record: RingAttention) -> bool:
     """Returns whether one kernel per device can compute a record: its shards are whole tiles, and a table can list
     all pairs.
     """
     shards, lengths = axis_size(record.axis_name), (record.query.shape[1], record.key.shape[1])
     # Remote copies are interpreted only in tests, which call these kernels directly.
-    if shards == 1 or record.bias is not None or record.mask is not None or is_interpreting():
+    if shards == 1 or is_interpreting() or record.bias is not None or record.mask is not None or has_functions(record):
         return False
     if any(length % (2 * LANES if record.causal else LANES) for length in lengths):
         return False

@@ -11,7 +11,7 @@ from ejkernel.families.tiled_attention import DROPOUT_FIELDS, FAMILY, MASK_FIELD
 from ejkernel.families.tiled_attention.block_maps import pattern_refusals
 from ejkernel.families.tiled_attention.mask_functions import mask_function_as_window
 from ejkernel.ops import ConfigSpace, Implementation
-from ejkernel_pallas.tpu.mosaic.split_functions import split_function
+from ejkernel_pallas.tpu.mosaic.split_functions import function_refusal_reasons
 from ejkernel_pallas.tpu.requirements import make_mosaic_tpu_implementation, tpu_requires
 from ejkernel_pallas.tpu.tiled_attention import config
 
@@ -32,14 +32,11 @@ MAX_QUERY_TILES = 2**14
 def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     yield from (f"pattern: {reason}" for reason in pattern_refusals(record))
-    for name in ("score_mod", "mask_mod"):
-        function = getattr(record, name)
-        if function is not None:
-            yield from (f"{name}: {reason}" for reason in split_function(function.program).refusals)
-    yield from _pair_list_refusal_reasons(mask_function_as_window(record))
+    yield from function_refusal_reasons(record)
+    yield from pair_list_refusal_reasons(mask_function_as_window(record))
 
 
-def _pair_list_refusal_reasons(record: Any) -> tuple[str, ...]:
+def pair_list_refusal_reasons(record: Any) -> tuple[str, ...]:
     """Returns why the list of a record's tile pairs does not fit scalar memory with the default tile sizes."""
     block = 512 if config.prefers_small_tiles(record) else 1024
     (left, right), arrays = (

@@ -39,7 +39,7 @@ from ejkernel_pallas.tpu.tiled_attention.kernels.operands import (
 from ejkernel_pallas.tpu.tiled_attention.plan import pairs_by_key, pairs_by_query
 from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 
-Gradients = dict[str, jax.Array]
+Gradients = dict[str, Any]
 
 
 class QueryRows(NamedTuple):
@@ -61,13 +61,13 @@ def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
     """Returns gradients of the requested fields of one device's record.
 
     Args:
-        pullback: Record, residuals, output and its cotangent, and the requested names among query, key, value, bias and
-            softmax_aux.
+        pullback: Record, residuals, output and its cotangent, and the requested names among query, key, value, bias,
+            score_mod and softmax_aux.
         config: As for tiled attention.
 
     Returns:
         Each requested gradient, in its field's shape and dtype. Gradients of key and value are of the device's own
-        shard, and complete; those of bias and softmax_aux are the contributions of the device's queries.
+        shard, and complete; those of bias, score_mod and softmax_aux are the contributions of the device's queries.
     """
     record = pullback.record
     ring = ring_of(record)
@@ -114,7 +114,7 @@ def _ring_gradients(
     """Returns the gradients of all fields except sinks, in the layout of the ring's computation, float32."""
     record, ring = plan.record, plan.ring
     # Gradients are float32 until the end: every device adds a part, and each rounding to 16 bits would add an error.
-    zeros = {name: jnp.zeros(getattr(record, name).shape, jnp.float32) for name in sorted(grad_fields)}
+    zeros = {name: jax.tree.map(_float32_zeros, getattr(record, name)) for name in sorted(grad_fields)}
     zeros = _compat.as_varying(zeros, (record, query_rows))
     # Gradients of keys and values travel with their keys, and are complete when they are back at their own device;
     # those of queries stay.
@@ -129,8 +129,8 @@ def _ring_gradients(
             keys = load["key"].shape[1]
             sum_ = columns(local_gradients["bias"], ring, source, keys) + added["bias"]
             added["bias"] = put_key_columns(local_gradients["bias"], sum_, ring, source, keys)
-        if "query" in local_gradients:
-            added["query"] = local_gradients["query"] + added["query"]
+        for name in local_gradients.keys() - {"bias"}:
+            added[name] = jax.tree.map(jnp.add, local_gradients[name], added[name])
         return {name: added[name] for name in travelling}, {name: added[name] for name in local_gradients}
 
     collected, stationary = ring.run_ring(travelling_keys_of(record), travelling, ring_step, local_gradients)
@@ -159,6 +159,8 @@ def _gradients_of_ring_step(
         )
     if "bias" in grad_fields:
         added["bias"] = _bias_gradient(plan, shard_record, source, query_rows, config)
+    if "score_mod" in grad_fields:
+        added["score_mod"] = _function_gradient(shard_record, query_rows, config)
     return added
 
 
@@ -185,15 +187,29 @@ def _bias_gradient(
     plan: RingPlan, shard_record: TiledAttention, source: jax.Array, query_rows: QueryRows, config: TpuBackward
 ) -> jax.Array:
     """Returns the gradient of a bias's columns, with the kernel of tiled attention, which writes each tile once."""
-    pullback = Pullback(
-        record=plan.add_shard_positions(shard_record, source),
+    pullback = _pullback(plan.add_shard_positions(shard_record, source), query_rows, "bias")
+    return tiled_backward.backward(pullback, config)["bias"].astype(jnp.float32)
+
+
+def _function_gradient(shard_record: TiledAttention, query_rows: QueryRows, config: TpuBackward) -> Any:
+    """Returns the gradients of the arrays of `score_mod`, in its place, float32; those of integers are None."""
+    function = shard_record.score_mod
+    assert function is not None  # its gradient was requested
+    wide = tuple(x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in function.captured)
+    record = dataclasses.replace(shard_record, score_mod=dataclasses.replace(function, captured=wide))
+    return tiled_backward.backward(_pullback(record, query_rows, "score_mod"), config)["score_mod"]
+
+
+def _pullback(shard_record: TiledAttention, query_rows: QueryRows, field: str) -> Pullback:
+    """Returns the pullback of tiled attention for one field of a ring step."""
+    return Pullback(
+        record=shard_record,
         residuals=SoftmaxResiduals(lse=query_rows.lse),
         output=query_rows.output,
         cotangent=query_rows.cotangent,
         lse_cotangent=query_rows.lse_cotangent,
-        grad_fields=frozenset({"bias"}),
+        grad_fields=frozenset({field}),
     )
-    return tiled_backward.backward(pullback, config)["bias"].astype(jnp.float32)
 
 
 def ring_step_operands(shard_record: TiledAttention, query_rows: QueryRows, spec: TiledSpec) -> dict[str, Operand]:
@@ -206,13 +222,18 @@ def ring_step_operands(shard_record: TiledAttention, query_rows: QueryRows, spec
     }
 
 
+def _float32_zeros(x: jax.Array) -> jax.Array | None:
+    """Returns zeros for the gradient of an array; None for the integers of a function, which have none."""
+    return jnp.zeros(x.shape, jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else None
+
+
 def _float32_shape_of(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, jnp.float32)
 
 
-def unstriped_gradient(gradient: jax.Array, name: str, record: RingAttention, ring: Ring) -> jax.Array:
+def unstriped_gradient(gradient: Any, name: str, record: RingAttention, ring: Ring) -> Any:
     """Returns a gradient in its field's dtype and layout."""
     field = getattr(record, name)
-    gradient = gradient.astype(field.dtype)
+    gradient = jax.tree.map(lambda x, g: None if g is None else g.astype(x.dtype), field, gradient)
     axis = {"query": 1, "key": 1, "value": 1, "bias": 2}.get(name)
     return gradient if axis is None or field.shape[axis] == 1 else ring.unstripe(gradient, axis)

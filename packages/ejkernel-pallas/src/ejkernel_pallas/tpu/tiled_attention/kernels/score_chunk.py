@@ -21,9 +21,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.arithmetic import cdiv
 from ejkernel_pallas.tpu.mosaic.launch import Ref
+from ejkernel_pallas.tpu.mosaic.pair_functions import evaluate_pairs
 from ejkernel_pallas.tpu.mosaic.split_functions import SplitFunction
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES, matrix_product, repeat_lanes, row_to_column
-from ejkernel_pallas.tpu.tiled_attention.kernels.pair_functions import evaluate_pairs
 from ejkernel_pallas.tpu.tiled_attention.kernels.refs import TileRefs
 from ejkernel_pallas.tpu.tiled_attention.plan import (
     HAS_WORK_FLAG,

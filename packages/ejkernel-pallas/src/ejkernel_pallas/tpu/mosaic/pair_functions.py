@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
+from ejkernel.types.pair_functions import literal_value
 from ejkernel_pallas.tpu.mosaic.split_functions import UNCHANGED
 
 
@@ -32,8 +33,7 @@ def _evaluate(program: ClosedJaxpr, values: Sequence[jax.Array], shape: tuple[in
     def read(x: Any) -> jax.Array:
         if not isinstance(x, Literal):
             return known[x]
-        aval: Any = x.aval
-        return jnp.full(shape, x.val, aval.dtype)
+        return jnp.full(shape, literal_value(x))
 
     for eqn in jaxpr.eqns:
         operands = list(map(read, eqn.invars))
