@@ -5,7 +5,7 @@ import functools
 from fnmatch import fnmatch
 from pathlib import Path
 
-SOURCES = Path(__file__).parents[2] / "packages"
+ROOT = Path(__file__).parents[2]
 MAX_FUNCTION_LINES, MAX_PARAMETERS, MAX_FILE_LINES, MAX_KERNEL_LINES = 40, 8, 400, 250
 PUBLIC = (
     "ejkernel/modules/ragged.py",
@@ -20,10 +20,10 @@ PUBLIC = (
 
 @functools.cache
 def _sources():
-    """Source text by path below `src/`."""
+    """Source text by path below `src/` or `examples/`."""
     return {
         str(path.relative_to(root)): path.read_text(encoding="utf-8")
-        for root in SOURCES.glob("*/src")
+        for root in (*ROOT.glob("packages/*/src"), ROOT / "examples")
         for path in sorted(root.rglob("*.py"))
     }
 

@@ -190,7 +190,7 @@ def paged_batch_conditions(call: PagedBatch) -> Iterable[Condition]:
     yield Condition(name=start_name, arrays=(starts, *live), holds=starts_in_order, wants=wants)
     wants = f"at least the query rows that {start_name} gives each sequence: they are its newest tokens"
     yield Condition(name=length_name, arrays=(lengths, starts, *live), holds=covers_query_rows, wants=wants)
-    wants = f"at most {capacity} tokens: {entries} pages of {call.page_size} are all that {table_name} lists"
+    wants = f"at most {capacity} tokens: {table_name} has {entries} pages of {call.page_size}"
     yield Condition(name=length_name, arrays=(lengths, *live), holds=fits_page_tables, wants=wants)
 
 
@@ -220,10 +220,10 @@ def shared_prefix_conditions(
     starts: tuple[str, Any] | None = None,
     num_live: tuple[str, Any] | None = None,
 ) -> Iterable[Condition]:
-    """Yields all live sequences with query rows begin with the prefix, and none of their queries is in it.
+    """Yields that all live sequences with query rows begin with the prefix, and that none of their queries is in it.
 
     Args:
-        prefix_length: The argument `shared_prefix_conditions`.
+        prefix_length: The argument `shared_prefix`.
         lengths: Tokens of each sequence, [N], with the argument's name.
         table_capacity: Tokens that a table has pages for.
         starts: First query row of each, [N + 1]; None where every sequence with tokens has one.
