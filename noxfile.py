@@ -156,19 +156,36 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def thorough(session: nox.Session) -> None:
-    """Run all that `tests` leaves out, the documentation's examples, other backends, compilers of TPUs and GPUs."""
+    """Run a stronger design's tests that `tests` leaves out, the documentation's examples, other backends, compilers of
+    TPUs and GPUs.
+    """
     install_all(session, "test")
     session.install(*cuda_compiler())
     if selects(session):
         pytest(session)
         return
-    pytest(session, "--ejk-cover=rest")
+    pytest(session, "--ejk-cover=second")
     if "--plan" in session.posargs:
         return
     examples(session)
     # In the same environment: a new one takes half a minute.
-    for more in (check_third_parties, compile_for_tpus, lower_for_gpus):
-        more(session)
+    check_third_parties(session)
+    compile_for_tpus(session, "--ejk-cover=second")
+    lower_for_gpus(session)
+
+
+@nox.session
+def everything(session: nox.Session) -> None:
+    """Run every test with all its parameters, and what else `thorough` runs, with every case for every chip."""
+    install_all(session, "test")
+    session.install(*cuda_compiler())
+    pytest(session)
+    if "--plan" in session.posargs:
+        return
+    examples(session)
+    check_third_parties(session)
+    compile_for_tpus(session, **EVERY_CHIP)
+    lower_for_gpus(session, EVERY_CHIP)
 
 
 def suite(session: nox.Session) -> None:
@@ -243,7 +260,7 @@ def check_third_parties(session: nox.Session) -> None:
     pytest(session, "tests/third_party")
 
 
-def compile_for_tpus(session: nox.Session, chips: dict[str, str] | None = None) -> None:
+def compile_for_tpus(session: nox.Session, *args: str, **env: str) -> None:
     """Compile the TPU kernels for four chips with the compiler that libtpu holds, which runs on any Linux machine."""
     if sys.platform != "linux":
         session.log("libtpu is for Linux alone")
@@ -251,7 +268,7 @@ def compile_for_tpus(session: nox.Session, chips: dict[str, str] | None = None) 
     session.install("-e", f"{part('pallas')}[aot]")
     session.run("python", "-c", "import libtpu")  # without it the tests are not collected
     folders = ("tests/pallas/tpu", "tests/pallas/tpu/profile")
-    pytest(session, "--needs=libtpu", *folders, ALLOW_MULTIPLE_LIBTPU_LOAD="1", **(chips or {}))
+    pytest(session, "--needs=libtpu", *args, *folders, ALLOW_MULTIPLE_LIBTPU_LOAD="1", **env)
 
 
 def lower_for_gpus(session: nox.Session, chips: dict[str, str] | None = None) -> None:
@@ -279,7 +296,7 @@ def third_party(session: nox.Session) -> None:
 def ahead(session: nox.Session) -> None:
     """Run what `thorough` compiles for TPUs, alone, each case for each chip."""
     install(session, *group("test"))
-    compile_for_tpus(session, EVERY_CHIP)
+    compile_for_tpus(session, **EVERY_CHIP)
 
 
 @nox.session

@@ -45,13 +45,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what cannot run here, and what belongs to the other command."""
+    """Leave out what cannot run here, and what belongs to other commands."""
     if path := config.getoption("--only"):
         ids = set(json.loads(Path(str(path)).read_text(encoding="utf-8")))
         items[:] = [item for item in items if item.nodeid in ids]
     command = config.getoption("--ejk-cover")
     if command != "all":
-        # Before tests are left out that cannot run here, so that both commands divide the same tests wherever they run.
+        # Before tests are left out that cannot run here, so that the commands divide the same tests wherever they run.
         _select(config, items, str(command))
     config.stash[_notes] = needs.remove_tests_with_unmet_needs(items, config.getoption("--needs"))
     if (seed := config.getoption("--shuffle")) is not None:
@@ -61,13 +61,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _select(config: pytest.Config, items: list[pytest.Item], command: str) -> None:
-    """Leave out the tests of the other command."""
+    """Leave out the tests of other commands."""
     from ejkernel_conformance.plugin import parameter_of
 
     # The suite's own tests have been selected by its plugin.
     suite = [item for item in items if parameter_of(item) is not None]
     others = [item for item in items if parameter_of(item) is None]
-    left = selection.remove_tests_of_other_command(others, command)
+    left = selection.remove_tests_of_other_commands(others, command)
     kept = {*suite, *others}
     items[:] = [item for item in items if item in kept]
     config.stash[_left_out] = len(left)

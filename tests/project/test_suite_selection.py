@@ -3,7 +3,7 @@
 import ast
 import json
 from collections import Counter
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -72,3 +72,67 @@ def test_costs_are_those_of_tests_that_exist_each_once():
         for name in _names_defined_or_imported(node)
     }
     assert sorted(set(names) - defined) == []
+
+
+def fake_tests(function, parameters, *marks):
+    """Tests of a function, one for each dictionary of values of parameters."""
+    return [
+        SimpleNamespace(
+            nodeid=f"{function}[{number}]",
+            path=Path(function.partition("::")[0]),
+            callspec=SimpleNamespace(params=values),
+            get_closest_marker=lambda name: name in marks or None,
+        )
+        for number, values in enumerate(parameters)
+    ]
+
+
+def chosen_of_second(items, costs, first=()):
+    return selection.choose_tests_of_second_command(items, frozenset(first), costs)
+
+
+def test_the_second_command_thins_what_is_expensive_and_runs_all_else():
+    """Whatever was left by the first command ran there, and `.ci/run` took 53 minutes."""
+    values = [{"case": n} for n in range(50)]
+    assert selection.SECONDS_IN_FULL == 2.0
+    for items, costs, num_tests in (
+        (fake_tests("a.py::test_unknown", values), {}, 50),
+        (fake_tests("a.py::test_cheap", values), {"a.py::test_cheap": 0.04}, 50),
+        (fake_tests("a.py::test_dear", values), {"a.py::test_dear": 1.0}, 10),
+        (fake_tests("a.py::test_dearest", values), {"a.py::test_dearest": 400.0}, 1),
+        (fake_tests("a.py::test_suite", values, "whole"), {"a.py::test_suite": 400.0}, 50),
+    ):
+        chosen = chosen_of_second(items, costs)
+        assert len(chosen) == num_tests
+        # Those of the first command count, and do not run again.
+        first = sorted(chosen)[:4]
+        again = chosen_of_second(items, costs, first)
+        assert again.isdisjoint(first)
+        assert len(again) == max(0, num_tests - len(first))
+
+
+def test_the_second_command_prefers_values_then_pairs_and_spreads_over_cases():
+    chips = ("v5e", "v5p", "v6e", "v7x")
+    every = [{"case": [case], "chip": chip} for case in range(4) for chip in chips]
+    cases = [[0], [1], [2], [3]]
+    for values in every:  # one list is one value, as pytest hands it to all tests of a product
+        values["case"] = cases[values["case"][0]]
+    items = fake_tests("a.py::test_compiles", every)
+    chosen = [every[n] for n in chosen_of_second(items, {"a.py::test_compiles": 2.0})]
+    assert len(chosen) == 4
+    assert {values["chip"] for values in chosen} == set(chips)
+    assert sorted(values["case"] for values in chosen) == cases
+    many = fake_tests("a.py::test_many", [{"case": n} for n in range(100)])
+    numbers = sorted(chosen_of_second(many, {"a.py::test_many": 2.0}))
+    assert len(numbers) == 10
+    assert max(b - a for a, b in pairwise([0, *numbers, 99])) <= 20
+
+
+def test_every_fault_is_caught_by_a_test_of_one_of_the_two_commands(monkeypatch):
+    """A test that caught a fault is selected before all others of its function."""
+    items = fake_tests("a.py::test_dear", [{"case": n} for n in range(9)])
+    outcomes = {"fault": SimpleNamespace(command=selection.THOROUGH, test=items[7].nodeid)}
+    cost = {"a.py::test_dear": 400.0}
+    assert chosen_of_second(items, cost) != {7}
+    monkeypatch.setattr(selection, "read_outcomes", lambda: outcomes)
+    assert chosen_of_second(items, cost) == {7}

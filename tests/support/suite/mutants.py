@@ -134,7 +134,7 @@ class FaultyProject:
 
     def _pytest_runs(self, fault: Fault, only_listed_tests: bool) -> Iterator[tuple[str, tuple[str, ...]]]:
         """What is run until a test fails: arguments of pytest, and the command that they are a part of."""
-        for command, cover, options in ((FIRST, "first", (f"--only={self.plan_file}",)), (THOROUGH, "rest", ())):
+        for command, cover, options in ((FIRST, "first", (f"--only={self.plan_file}",)), (THOROUGH, "second", ())):
             yield from ((command, (*target, *options)) for target in fault.pytest_targets())
             if not only_listed_tests:
                 yield command, ("-n", "auto", "--maxprocesses", "4", f"--ejk-cover={cover}", "tests")

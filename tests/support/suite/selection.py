@@ -1,7 +1,7 @@
 """Which tests `nox -s tests` runs, and which `nox -s thorough`: computed from the tests and from what each costs.
 
-The conformance suite has a covering design of its own (`ejkernel_conformance.design`), which the same option selects:
-`--ejk-cover=first`, `--ejk-cover=rest`. Of the other tests the first command runs, in this order:
+The conformance suite has covering designs of its own (`ejkernel_conformance.design`), which the same option selects:
+`--ejk-cover=first`, `--ejk-cover=second`. Of the other tests the first command runs, in this order:
 
 1. every test of a function whose tests cost at most `CHEAP_SECONDS` each. A new test has no known cost: it is here;
 2. tests marked `design`, which run that covering design in a process of its own, where kernels are interpreted;
@@ -10,14 +10,22 @@ The conformance suite has a covering design of its own (`ejkernel_conformance.de
 5. of the others, what adds most per second, until the tests cost `BUDGET_SECONDS` of a processor: first each
    function, then each value of each of its parameters, then each pair of values.
 
+The second command runs each function that the first leaves out. Where all tests of a function cost t seconds and t is
+more than `SECONDS_IN_FULL`, both commands together run tests of `sqrt(SECONDS_IN_FULL * t)` seconds, and at least one:
+first each value of each parameter, then each pair of values, then what lies evenly between them. So what is expensive
+is thinned most, and a new test changes nothing for other functions. Tests marked `whole`, those that alone caught a
+fault, and those without a known cost are not thinned. `nox -s everything` runs all tests.
+
 `costs.json` holds the mean seconds of the functions that cost more than `CHEAP_SECONDS`; `pytest --record-costs` writes
 it.
 """
 
 import json
+import math
 import random
+import zlib
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +33,13 @@ import pytest
 
 from ejkernel_conformance.covering import Candidate, cover, pairs
 from suite import needs
-from suite.mutants import FIRST, read_outcomes
+from suite.mutants import FIRST, THOROUGH, read_outcomes
 
 COSTS_FILE = Path(__file__).with_name("costs.json")
 CHEAP_SECONDS = 0.12
 BUDGET_SECONDS = 240.0
+SECONDS_IN_FULL = 2.0
+GOLDEN_RATIO = 0.6180339887
 LONG_TEST_SECONDS = 5.0
 
 
@@ -81,8 +91,17 @@ def _function_features(item: pytest.Item) -> Iterator[Hashable]:
 
 
 def _value_features(item: pytest.Item) -> Iterator[Hashable]:
-    indices: Mapping[str, Any] = getattr(getattr(item, "callspec", None), "indices", {})
-    yield from ((function_id_of(item), name, index) for name, index in indices.items())
+    # Not `callspec.indices`: pytest 9 counts there the tests of a function, and not the values of a parameter.
+    values: Mapping[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
+    yield from ((function_id_of(item), name, _identity(value)) for name, value in values.items())
+
+
+def _identity(value: Any) -> Hashable:
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return (type(value), value)
 
 
 def _pair_features(item: pytest.Item) -> Iterator[Hashable]:
@@ -93,13 +112,66 @@ COVERAGE_LEVELS = (_function_features, _value_features, _pair_features)
 """What tests add, the most important first: functions, values of their parameters, pairs of values."""
 
 
-def remove_tests_of_other_command(items: list[pytest.Item], command: str) -> list[pytest.Item]:
-    """Removes the tests of the other command, and returns them."""
+def choose_tests_of_second_command(
+    items: Sequence[pytest.Item], first: Set[int], costs: Mapping[str, float]
+) -> set[int]:
+    """The indices of the tests of the second command, where those of the first are `first`."""
+    proven = {outcome.test for outcome in read_outcomes().values() if outcome.command == THOROUGH}
+    chosen, by_function = set[int](), defaultdict[str, list[int]](list)
+    for index, item in enumerate(items):
+        by_function[function_id_of(item)].append(index)
+        if item.nodeid in proven or item.get_closest_marker("whole") is not None:
+            chosen.add(index)
+    for function, indices in by_function.items():
+        done = (first | chosen) & set(indices)
+        left = [index for index in indices if index not in done]
+        num_tests = _num_tests_of_both_commands(len(indices), costs.get(function, 0.0)) - len(done)
+        chosen.update(left[n] for n in _spread([items[n] for n in left], [items[n] for n in done])[: max(0, num_tests)])
+    return chosen - first
+
+
+def _num_tests_of_both_commands(num_tests: int, seconds_each: float) -> int:
+    """How many tests of a function both commands run together."""
+    if num_tests * seconds_each <= SECONDS_IN_FULL:
+        return num_tests
+    return max(1, int(math.sqrt(SECONDS_IN_FULL * num_tests / seconds_each)))
+
+
+def _spread(items: Sequence[pytest.Item], done: Sequence[pytest.Item]) -> list[int]:
+    """The indices of the tests of a function, in an order of which every beginning lies evenly in what they cover.
+
+    The beginning differs between functions: what they have in common, such as chips, appears in some of them.
+    """
+    if not items:
+        return []
+    start = zlib.crc32(function_id_of(items[0]).encode()) / 2**32
+    even = sorted(range(len(items)), key=lambda index: (start + index * GOLDEN_RATIO) % 1)
+    order: list[int] = []
+    for level in (_value_features, _pair_features):
+        covered = {feature for item in [*done, *(items[n] for n in order)] for feature in level(item)}
+        rest = [index for index in even if index not in set(order)]
+        order += [rest[n] for n in cover([Candidate(frozenset(level(items[n]))) for n in rest], covered)]
+    return [*order, *(index for index in even if index not in set(order))]
+
+
+def remove_tests_of_other_commands(items: list[pytest.Item], command: str) -> list[pytest.Item]:
+    """Removes the tests that are not those of a command, `first`, `second` or `stronger`, which is both; returns them.
+
+    With `rest` the tests of the first command are removed.
+    """
+    costs = known_costs()
     candidates = [item for item in items if not needs.is_left_to_other_commands(item)]
-    chosen = {candidates[index] for index in choose_tests_of_first_command(candidates, known_costs())}
-    left = [item for item in items if (item in chosen) != (command == "first")]
-    gone = set(left)
-    items[:] = [item for item in items if item not in gone]
+    first = {candidates[index] for index in choose_tests_of_first_command(candidates, costs)}
+    if command == "rest":
+        kept = set(items) - first
+    elif command == "first":
+        kept = first
+    else:
+        indices = {index for index, item in enumerate(items) if item in first}
+        kept = {items[index] for index in choose_tests_of_second_command(items, indices, costs)}
+        kept = kept | first if command == "stronger" else kept
+    left = [item for item in items if item not in kept]
+    items[:] = [item for item in items if item in kept]
     return left
 
 

@@ -22,7 +22,7 @@ PARAMETERS = (
     "ejk_invariance",
     "ejk_candidates",
 )
-COVER = ("all", "first", "rest")
+COVER = ("all", "first", "second", "stronger", "rest")
 OF_OUTPUTS = ("test_value", "test_determinism", "test_eager_equals_jit")
 OF_GRADIENTS = ("test_gradients", "test_gradient_determinism")
 """The transforms that run a program of a case's output, and one of its gradients, on the inputs of the case."""
@@ -43,7 +43,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--ejk-cover",
         default="all",
         choices=COVER,
-        help="first: a covering design, the few tests in which all that matters appears; rest: the others (all)",
+        help="first: a covering design, the few tests in which all that matters appears; stronger: a larger one, with"
+        " all of the first; second: what it adds to the first; rest: all but the first (all)",
     )
     group.addoption(
         "--ejk-refused",
@@ -89,8 +90,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if cover != "all" and ours:
         from ejkernel_conformance import design
 
-        chosen = set(design.first([(_transform(item), parameter) for item, parameter in ours]))
-        left_out |= {item for index, (item, _) in enumerate(ours) if (index in chosen) != (cover == "first")}
+        chosen = design.select(str(cover), [(_transform(item), parameter) for item, parameter in ours])
+        left_out |= {item for index, (item, _) in enumerate(ours) if index not in chosen}
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
