@@ -109,7 +109,7 @@ def test_explain_has_a_line_for_each_implementation_and_each_broken_plugin(use, 
         toy.plugin(
             toy.implementation("best", priority=2),
             toy.implementation("second"),
-            toy.implementation("elsewhere", devices=frozenset({"tpu"})),
+            toy.implementation("a_name_of_more_than_16_letters", devices=frozenset({"tpu"})),
         ),
         toy.entry_point("sick", broken),
     )
@@ -118,7 +118,8 @@ def test_explain_has_a_line_for_each_implementation_and_each_broken_plugin(use, 
     for direction in ("forward", "backward"):
         start = lines.index(f"toy {direction} on cpu:")
         table = lines[start + 1 : start + 5]
-        assert [line.split()[0] for line in table] == ["best", "elsewhere", "second", "plugin"]
+        assert [line.split()[0] for line in table] == ["best", "a_name_of_more_than_16_letters", "second", "plugin"]
+        assert len({line.index("priority") for line in table[:3]}) == 1
         assert [line.split()[4] for line in table[:3]] == ["chosen", "refused", "usable"]
         assert "needs tpu, this is cpu" in table[1]
         assert table[3] == "  plugin sick (sick-dist 1.0) not loaded: ImportError: libfoo.so is missing"

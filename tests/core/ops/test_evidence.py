@@ -118,7 +118,7 @@ def test_evidence_confirms_only_the_chip_it_names(ship):
 
 def test_evidence_confirms_only_the_toolchain_it_names(ship):
     ship(confirmation(jax="0.7.3"), confirmation(jax="0.8.1"))
-    assert sentence() == f"not confirmed with jax {JAX} on sm_90, but with jax 0.7; jax 0.8"
+    assert sentence() == f"not confirmed with jax {JAX} on sm_90, but with jax 0.7 and with jax 0.8"
     ship(confirmation(jax="0.7.3"), confirmation(jax=f"{JAX}.99"))
     assert confirmed()
 

@@ -147,8 +147,11 @@ def test_sorting_the_tiles_of_a_million_tokens_holds_no_matrix_of_pairs():
         (lambda: NumpyMask(np.ones(4)), r"shape: got \(4,\), wants"),
         (lambda: MultiHeadMask(()), r"masks: got \(\), wants at least one mask"),
         (lambda: MultiHeadMask([MultiHeadMask([FullMask(SHAPE)])]), "none of them a MultiHeadMask"),
-        (lambda: CausalMask(SHAPE) & CausalMask((4, 4)), r"masks: got shapes \(13, 17\) and \(4, 4\), wants one shape"),
-        (lambda: MultiHeadMask([FullMask(SHAPE), FullMask((4, 4))]), "wants one shape"),
+        (
+            lambda: CausalMask(SHAPE) & CausalMask((4, 4)),
+            r"got shapes \(13, 17\) and \(4, 4\), wants equal shapes",
+        ),
+        (lambda: MultiHeadMask([FullMask(SHAPE), FullMask((4, 4))]), "wants equal shapes"),
         (lambda: MultiHeadMask([FullMask(SHAPE)] * 2) | MultiHeadMask([FullMask(SHAPE)]), "got 2 and 1 heads"),
         (lambda: MultiHeadMask([FullMask(SHAPE)]).allowed(0, 0, SHAPE), "ask the mask of one of them"),
     ],

@@ -60,7 +60,7 @@ def test_a_decoding_step_needs_no_causal_and_its_table_is_the_eighth_argument():
     [
         ({"bias": jnp.zeros((1, 1, 3, 12))}, "bias: got a value with block_tables"),
         ({"dropout_prob": 0.1, "dropout_seed": 1}, "dropout_seed: got a value with block_tables"),
-        ({"causal": False}, "causal: got False with block_tables and 3 queries a row"),
+        ({"causal": False}, "causal: got False with block_tables and 3 queries per row"),
     ],
 )
 def test_what_has_no_meaning_with_pages_is_refused_by_name(options, message):

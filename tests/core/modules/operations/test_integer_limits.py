@@ -97,7 +97,7 @@ def test_ids_that_int32_holds_keep_their_values():
 
 
 def test_ids_that_cannot_be_renumbered_alike_are_refused_by_name():
-    with pytest.raises(ValueError, match="q_segment_ids: got NumPy's int64 with ids beyond 32 bits"):
+    with pytest.raises(ValueError, match="q_segment_ids: got a NumPy array of int64 with ids that exceed int32"):
         MaskInfo(_q_segment_ids=LONG, _kv_segment_ids=jnp.zeros((1, T), jnp.int32))
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec(None, "x")

@@ -126,7 +126,7 @@ def test_tuning_arguments_set_fields_of_the_configuration():
     with pytest.raises(ValueError, match="num_splits: got 4, wants cfg's 2"):
         ej.page_attention(*args, num_splits=4, cfg=configs.PageAttentionConfig(num_splits=2), **layout)
     # Zero is the word for leaving it to the heuristics.
-    assert "override: none given" in str(ejkernel.explain(ej.page_attention, *args, num_splits=0, **layout).forward)
+    assert "override: no cfg=" in str(ejkernel.explain(ej.page_attention, *args, num_splits=0, **layout).forward)
 
 
 def test_mask_value_context_bound_and_tpu_options_change_no_result():

@@ -88,7 +88,7 @@ def test_autotune_and_heuristics_follow_the_stores(plain, x):
     ruled = chain.choose(request)
     assert (ruled.tier, ruled.part.q_blocksize) == ("heuristics", 64)
     assert ruled.trail[-2:] == (
-        "autotune: wanted, but nothing is measured under a trace; tune the call eagerly or offline",
+        "autotune: on, but a traced call cannot be measured; tune the call eagerly or offline",
         "heuristics: the implementation's rule",
     )
     measured = chain.choose(request, ToyArguments(x=x))
@@ -99,11 +99,11 @@ def test_autotune_and_heuristics_follow_the_stores(plain, x):
 
 def test_trail_has_a_sentence_for_each_tier(plain, x, chain):
     assert chain.choose(toy.request(chain, x)).trail == (
-        "override: none given",
+        "override: no cfg=",
         "overlay: none active",
         "memory: no entry",
         "persistent: no entry in the user store or a shipped table",
-        "autotune: not asked for by the policy",
+        "autotune: off in the policy",
         "heuristics: the implementation's rule",
     )
 

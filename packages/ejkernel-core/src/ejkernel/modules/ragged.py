@@ -309,7 +309,7 @@ def accept_states(
     for name, array in (("accepted", accepted), ("query_start_loc", query_start_loc), ("state_indices", state_indices)):
         check_dtype(name, array, jnp.integer, "an integer dtype")
     if states.shape[1:] != slots.shape[1:]:
-        raise ValueError(f"states: got shape {states.shape}, wants [T, ...] of the slots {slots.shape}")
+        raise ValueError(f"states: got shape {states.shape}, wants [T, {', '.join(map(str, slots.shape[1:]))}]")
     slots = jnp.asarray(slots)
     accepted, starts, state_indices = (jnp.asarray(x, jnp.int32) for x in (accepted, query_start_loc, state_indices))
     token = jnp.clip(starts[:-1] + accepted, 0, states.shape[0] - 1)

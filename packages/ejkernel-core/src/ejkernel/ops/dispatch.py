@@ -55,9 +55,13 @@ class Verdict:
         return "; ".join(self.reasons or filter(None, (self.remark, self.unconfirmed_reason, self.confirmed_on)))
 
     def __str__(self) -> str:
-        i, reasons = self.implementation, self.remarks
-        priority = "" if self.priority is None else f"priority {self.priority:>4}"
-        return f"{i.name:<16} {i.platform:<8} {priority:<13}  {self.status:<8} {reasons}".rstrip()
+        return _table_row(self)
+
+
+def _table_row(verdict: Verdict, name_width: int = 16) -> str:
+    name, platform = verdict.implementation.name, verdict.implementation.platform
+    priority = "" if verdict.priority is None else f"priority {verdict.priority:>4}"
+    return f"{name:<{name_width}} {platform:<8} {priority:<13}  {verdict.status:<8} {verdict.remarks}".rstrip()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,7 +99,8 @@ class Choice:
 
     def __str__(self) -> str:
         lines = [f"{self.op} {self.direction} on {self.device}:"]
-        lines += [f"  {verdict}" for verdict in self.verdicts]
+        name_width = max((16, *(len(v.implementation.name) for v in self.verdicts)))
+        lines += [f"  {_table_row(verdict, name_width)}" for verdict in self.verdicts]
         if self.platform not in ("auto", *(v.implementation.platform for v in self.verdicts)):
             lines.append(f"  no installed backend has an implementation for platform {self.platform!r}")
         lines += [f"  {note}" for note in self.notes]

@@ -245,7 +245,7 @@ def unconfirmed_reason_with_versions(
     latest = _latest_confirmation(implementation, device, versions)
     if latest is None:
         needed = _needed_versions(implementation, versions)
-        others = "; ".join(dict.fromkeys(_versions_in_words(x.versions, 2, needed) for x in on_chip))
+        others = " and with ".join(dict.fromkeys(_versions_in_words(x.versions, 2, needed) for x in on_chip))
         return f"not confirmed with {_versions_in_words(needed, 2)} on {chip}, but with {others}"
     problem = not_confirmed_reason(latest.families[family], op)
     return f"not confirmed on {latest.device} with {latest.toolchain}: {problem}" if problem else ""

@@ -163,8 +163,8 @@ def _as_jax_ids(name: str, ids: Any) -> jax.Array:
         array = jnp.asarray(ids)
         if (np.asarray(array) != ids).any():
             raise ValueError(
-                f"{name}: got NumPy's {ids.dtype} with ids beyond 32 bits and the other side's on a device, wants both "
-                "as NumPy arrays, or ids that int32 holds"
+                f"{name}: got a NumPy array of {ids.dtype} with ids that exceed int32, and a JAX array for the others, "
+                "wants NumPy arrays for both, or ids within int32"
             )
         return array
     return jnp.asarray(ids)
@@ -173,8 +173,8 @@ def _as_jax_ids(name: str, ids: Any) -> jax.Array:
 def _check_ids_not_sharded(name: str, ids: Any) -> None:
     if isinstance(ids, Tracer) and not fits_int32(ids.dtype) and _is_inside_shard_map():
         raise ValueError(
-            f"{name}: got {ids.dtype} in shard_map, wants int32: shards cannot be renumbered alike; make the MaskInfo "
-            "outside of shard_map, or cast ids that int32 holds"
+            f"{name}: got {ids.dtype} in shard_map, wants int32: devices would map ids to int32 in different ways; "
+            "make the MaskInfo outside of shard_map, or cast the ids to int32"
         )
 
 

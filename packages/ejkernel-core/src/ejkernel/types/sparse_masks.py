@@ -387,10 +387,10 @@ def _combine_masks(kind: type[_CombinedMask], one: Any, other: Any) -> Mask:
     if heads is None:
         return kind(one, other)
     if None not in (one.heads, other.heads) and one.heads != other.heads:
-        raise ValueError(f"masks: got {one.heads} and {other.heads} heads, wants as many on both sides")
+        raise ValueError(f"masks: got {one.heads} and {other.heads} heads, wants equal numbers of heads")
     return MultiHeadMask(tuple(kind(one.of_head(h), other.of_head(h)) for h in range(heads)))
 
 
 def _check_same_shape(one: Mask, other: Mask) -> None:
     if one.shape != other.shape:
-        raise ValueError(f"masks: got shapes {one.shape} and {other.shape}, wants one shape")
+        raise ValueError(f"masks: got shapes {one.shape} and {other.shape}, wants equal shapes")

@@ -165,7 +165,7 @@ def _check_rng(rng: Any) -> None:
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ():
         return
     if dtype is None or not jnp.issubdtype(dtype, jnp.integer) or (shape and (dtype, shape) != (jnp.uint32, words)):
-        raise ValueError(f"dropout_rng: got {got(rng)}, wants a jax key or an integer, in an array of shape () or not")
+        raise ValueError(f"dropout_rng: got {got(rng)}, wants a JAX key, an int, or an integer array of shape ()")
 
 
 def _as_flash(args: AttentionArguments) -> FlashAttentionArguments:

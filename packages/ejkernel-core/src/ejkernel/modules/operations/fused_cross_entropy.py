@@ -205,7 +205,7 @@ def _check_head(args: FusedCrossEntropyArguments) -> int:
     if args.hidden is None:
         for name, array in (("lm_head_weight", head), ("lm_head_bias", bias)):
             if array is not None:
-                raise ValueError(f"{name}: got {got(array)} with logits, wants hidden in the place of logits")
+                raise ValueError(f"{name}: got {got(array)} with logits, wants hidden instead of logits")
         return rows.shape[-1]
     if head is None:
         raise ValueError("lm_head_weight: got None with hidden, wants [D, V], or lm_head_fn")

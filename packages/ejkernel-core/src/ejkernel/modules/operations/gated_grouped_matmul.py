@@ -148,7 +148,7 @@ def validate(args: GatedGroupedMatmulArguments) -> None:
         check_dtype("rhs_bias", args.rhs_bias, jnp.floating, "a floating dtype")
     check_dtype("lhs", args.lhs, jnp.floating, "a floating dtype")
     if args.lhs.dtype.itemsize < 2 or (args.rhs_scale is None and args.rhs.dtype != args.lhs.dtype):
-        raise ValueError(f"rhs: got {args.rhs.dtype} with lhs {args.lhs.dtype}, wants one dtype of 16 bits or more")
+        raise ValueError(f"rhs: got {args.rhs.dtype} with lhs {args.lhs.dtype}, wants equal dtypes, 16 bits or more")
     _check_scale(args, sizes)
     for name in ("group_sizes", "indices"):
         if getattr(args, name) is not None:

@@ -209,7 +209,7 @@ def _check_groups(args: GroupedMatmulArguments, sizes: dict[str, int]) -> None:
     offset = jnp.asarray(args.group_offset)
     if offset.shape not in ((), (1,)) or not jnp.issubdtype(offset.dtype, jnp.integer):
         raise ValueError(
-            f"group_offset: got {got(args.group_offset)}, wants an integer, in an array of shape (1,) or not"
+            f"group_offset: got {got(args.group_offset)}, wants an int, or an integer array of shape () or (1,)"
         )
 
 

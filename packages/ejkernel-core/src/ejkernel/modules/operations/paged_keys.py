@@ -108,8 +108,8 @@ def _check_paged_call(args: Any, options: dict[str, Any]) -> None:
         )
     if not args.causal and sizes["T"] != 1:
         raise NotImplementedError(
-            f"causal: got False with block_tables and {sizes['T']} queries a row, wants True: a query sits at the end "
-            "of its sequence in the cache"
+            f"causal: got False with block_tables and {sizes['T']} queries per row, wants True: queries are the last "
+            "tokens of their sequence in the cache"
         )
     if args.sliding_window is not None and args.sliding_window[1] is not None and args.sliding_window[1] < 0:
         raise NotImplementedError(f"sliding_window: got {got(args.sliding_window)}, wants one that ends at the query")

@@ -191,14 +191,15 @@ def _check_value_size(args: TokenSparseAttentionArguments, size: int) -> None:
     """Raises ValueError unless a call has either a value or the size of a value within the key."""
     if args.value is not None:
         if args.value_size is not None:
-            raise ValueError(f"value_size: got {args.value_size} with a value, wants one of the two")
+            raise ValueError(f"value_size: got {args.value_size} with an array as value, wants only one of them")
     elif args.value_size is None:
         raise ValueError("value_size: got None with value None, wants how many leading entries of key are its value")
     elif args.value_size > size:
         raise ValueError(f"value_size: got {args.value_size}, wants at most the {size} entries of key")
     elif args.softmax_scale is None:
         raise ValueError(
-            f"softmax_scale: got None with value None, wants a scale: {size} is the size of an absorbed key"
+            f"softmax_scale: got None with value None, wants a number: the default, {size}**-0.5, is that of absorbed "
+            "keys, not of the model's heads"
         )
 
 

@@ -219,7 +219,7 @@ class ConfigSelectorChain:
                 f"override: cfg= gives {set_fields_as_text(part)}{remark}{_remark_on_unread_fields(part, request)}"
             )
             return Selection(request.complete_with_heuristic(part), "override", tuple(trail))
-        trail.append("override: none given" if cfg is None else f"override: cfg= leaves the {request.direction} open")
+        trail.append("override: no cfg=" if cfg is None else f"override: cfg= leaves the {request.direction} open")
         part, remark = (
             overlay.find_overlay_part(request.key(), request.platform_and_backend())
             if overlay.overlays()
@@ -264,14 +264,14 @@ class ConfigSelectorChain:
     def _select_tuned(self, key: ConfigKey, request: Request, argument: Any, trail: list[str]) -> Selection | None:
         policy = effective_policy(self.policy, self)
         if not policy.tunes_on_miss:
-            trail.append("autotune: not asked for by the policy")
+            trail.append("autotune: off in the policy")
         elif request.direction == "backward" and not policy.validate_backward:
             trail.append("autotune: the policy measures forward passes alone")
         elif key in self._untunable:
             trail.append(f"autotune: failed earlier, {self._untunable[key]}")
         elif argument is None:
             # Under a trace nothing runs that could be timed. The call was recorded and can be tuned afterwards.
-            trail.append("autotune: wanted, but nothing is measured under a trace; tune the call eagerly or offline")
+            trail.append("autotune: on, but a traced call cannot be measured; tune the call eagerly or offline")
         else:
             try:
                 part = self._measure_candidates(request, argument).winner.part

@@ -311,8 +311,9 @@ def _not_negative_condition(name: str, values: Any) -> Iterable[Condition]:
 
 
 def same_pairs_condition(indices: Any, inverse: Any) -> Iterable[Condition]:
-    """Yields the rows of `inverse` list each pair of `indices` that names them, once. The record checks what can be
-    read.
+    """Yields that each row of `inverse` lists all pairs of `indices` that name this row, each once.
+
+    The record checks concrete arrays.
     """
     if not are_integer_arrays(indices, inverse):
         return
@@ -327,7 +328,7 @@ def same_pairs_condition(indices: Any, inverse: Any) -> Iterable[Condition]:
         once = (ordered[1:] != ordered[:-1]) | (ordered[1:] < 0)
         return xp.all(right) & xp.all(once) & (xp.sum(listed) == xp.sum((named_rows >= 0) & (named_rows < rows)))
 
-    wants = "every pair of indices that names a row, once, in that row"
+    wants = "in each row, all pairs of indices that name this row, each once"
     yield Condition(
         name="inverse", arrays=(inverse, indices), holds=pairs_match, wants=wants, is_checked_by_record=True
     )

@@ -23,7 +23,10 @@ def check_relative_bias(args: Any, sizes: dict[str, int]) -> None:
     placed = [name for name in ("q_positions", "kv_positions") if getattr(args.mask_info, name, None) is not None]
     if placed or args.cum_seqlens_k is not None:
         other = f"mask_info.{placed[0]}" if placed else "cum_seqlens_k"
-        raise ValueError(f"relative_bias: got a value with {other}, wants one of the two: its distances count indices")
+        raise ValueError(
+            f"relative_bias: got an array with {other}, wants only one of them: it is indexed by distances of indices, "
+            "not of positions"
+        )
 
 
 def check_cum_seqlens(args: Any, sizes: dict[str, int]) -> None:
@@ -77,7 +80,7 @@ def check_dropout_seed(args: Any) -> None:
     """
     if args.dropout_seed is None:
         return
-    wants = "an integer, in an array of shape () or not"
+    wants = "an int, or an integer array of shape ()"
     if jnp.ndim(args.dropout_seed) or not hasattr(args.dropout_seed, "dtype"):
         raise ValueError(f"dropout_seed: got {got(args.dropout_seed)}, wants {wants}")
     check_dtype("dropout_seed", args.dropout_seed, jnp.integer, wants)

@@ -30,7 +30,7 @@ def head_function_loss(loss: Callable[..., Any], arguments: dict[str, Any]) -> A
     function, hidden = arguments["lm_head_fn"], arguments["hidden"]
     for name in ("lm_head_weight", "lm_head_bias", "compute_dtype", "mesh", "in_specs", "out_specs"):
         if options[name] is not None:
-            raise ValueError(f"{name}: got a value with lm_head_fn, wants None: the function makes the logits")
+            raise ValueError(f"{name}: got a value with lm_head_fn, wants None: the function computes the logits")
     check_exactly_one("logits", options.pop("logits"), "hidden", hidden)
     shape, reduction = tuple(hidden.shape[:-1]), options.pop("reduction")
     size = max(1, min(as_count("chunk_size", arguments["chunk_size"]) or TOKENS_PER_BLOCK, hidden[..., 0].size))

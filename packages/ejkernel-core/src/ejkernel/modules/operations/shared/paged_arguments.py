@@ -73,7 +73,7 @@ def accept_mask_value(name: str, value: Any) -> float | None:
     if value is None or (isinstance(value, float) and value == -float("inf")):
         return None
     if as_number(name, value) > -1e4:
-        raise ValueError(f"{name}: got {value}, wants at most -10000: masked keys weigh nothing")
+        raise ValueError(f"{name}: got {value}, wants at most -10000, with which masked keys have weight 0")
     return None
 
 
