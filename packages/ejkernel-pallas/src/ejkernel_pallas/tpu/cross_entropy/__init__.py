@@ -33,10 +33,12 @@ def implementations() -> tuple[Implementation, ...]:
     return (
         make_mosaic_tpu_implementation(
             FAMILY,
-            ConfigSpace.of(config, forward=config.TpuLossTiles),
+            ConfigSpace.of(config, forward=config.TpuLossTiles, fixed_if_invariant=("block_t",)),
             requires,
             fields_without_gradient=frozenset({"lm_head_bias"}),
             # XLA has three products, the kernels five: they save memory, not time (docs/pallas_tpu.md).
             priority=-10,
+            invariant_to=frozenset({"batch"}),
+            invariance_limits=config.invariance_limits,
         ),
     )

@@ -1,11 +1,13 @@
 """The configuration of the cross-entropy's kernels: the heuristic, and the candidates worth measuring."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.cross_entropy import CrossEntropy, vocabulary
+from ejkernel.families.cross_entropy import FAMILY, CrossEntropy, vocabulary
 from ejkernel.ops.params import Direction
+from ejkernel.planning.fixed_sizes import with_fixed_sizes
 
 TOKENS_PER_REGISTER, ENTRIES_PER_REGISTER = 16, 128
 """Tokens and entries of a vector register of bfloat16."""
@@ -45,6 +47,21 @@ def heuristic(record: CrossEntropy, device: Any, direction: Direction) -> TpuLos
     rows = min(1024, rows // ENTRIES_PER_REGISTER * ENTRIES_PER_REGISTER)
     # The forward pass has no gradient in VMEM, and one product per block of the matrix: more tokens share a block.
     return _fit_block_sizes(record, 2 * rows if direction == "forward" else rows, rows)
+
+
+FIXED_TOKENS = 512
+"""Tokens of the call whose configuration serves all calls in a `batch_invariant` block."""
+
+
+def batch_invariant(record: CrossEntropy, device: Any, direction: Direction) -> TpuLossTiles:
+    """Returns the blocks of all calls in a `batch_invariant` block."""
+    return heuristic(with_fixed_sizes(record, FAMILY.axes_of(record), {"t": FIXED_TOKENS}), device, direction)
+
+
+def invariance_limits(record: CrossEntropy) -> Iterator[str]:
+    """Yields why rows of a record depend on the rest of its call."""
+    if record.sum_over_tokens:
+        yield "the loss is a sum over all tokens"
 
 
 def candidates(record: CrossEntropy, device: Any, direction: Direction) -> tuple[TpuLossTiles, ...]:

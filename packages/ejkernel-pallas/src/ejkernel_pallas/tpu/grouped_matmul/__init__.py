@@ -75,9 +75,12 @@ def implementations() -> tuple[Implementation, ...]:
     return (
         make_mosaic_tpu_implementation(
             FAMILY,
-            ConfigSpace.of(config, forward=config.TpuMatmul, kind=config.tuned_table_key),
+            ConfigSpace.of(
+                config, forward=config.TpuMatmul, kind=config.tuned_table_key, fixed_if_invariant=("block_m",)
+            ),
             tpu_requires(supported_fields=SUPPORTED_OPTIONAL_FIELDS, refusal_reasons=_refusal_reasons),
             fields_without_gradient=frozenset({"lhs_scale"}),
+            invariant_to=frozenset({"batch"}),
         ),
         Implementation(
             family="gated_grouped_matmul",
@@ -93,9 +96,12 @@ def implementations() -> tuple[Implementation, ...]:
                 heuristic=config.gated_heuristic,
                 candidates=config.gated_candidates,
                 forward=config.TpuMatmul,
+                batch_invariant=config.gated_batch_invariant,
+                fixed_if_invariant=("block_m",),
                 public_fields=config.PUBLIC_FIELDS,
             ),
             # Neither the products nor their activation are in memory, which XLA's path writes and reads again.
             priority=10,
+            invariant_to=frozenset({"batch"}),
         ),
     )

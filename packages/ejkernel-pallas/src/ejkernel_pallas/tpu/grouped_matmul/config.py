@@ -8,10 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.arithmetic import cdiv
+from ejkernel.families import gated_grouped_matmul, grouped_matmul
 from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul, as_grouped_matmul
 from ejkernel.families.grouped_matmul import GroupedMatmul, columns
 from ejkernel.ops.chips import MEBI, Tpu, tpu_of
 from ejkernel.ops.params import Direction
+from ejkernel.planning.fixed_sizes import with_fixed_sizes
+from ejkernel_pallas.tpu.generations import has_256_wide_mxu
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,6 +93,27 @@ def gated_candidates(record: GatedGroupedMatmul, device: Any, direction: Directi
         return (_largest_tiles_with_whole_columns(record),)
     tiles = candidates(ungated_product_record(record), device, direction)
     return tuple(map(_halve_columns, tiles)) if record.gated and direction == "forward" else tiles
+
+
+def batch_invariant(record: GroupedMatmul, device: Any, direction: Direction) -> TpuMatmul:
+    """Returns the tiles for all calls in a `batch_invariant` block.
+
+    Tiles have as many rows as a subtile of a tile that groups share, so that every product has the same shape.
+    """
+    sizes = {"m": _fixed_rows(record, device)}
+    return heuristic(with_fixed_sizes(record, grouped_matmul.FAMILY.axes_of(record), sizes), device, direction)
+
+
+def gated_batch_invariant(record: GatedGroupedMatmul, device: Any, direction: Direction) -> TpuMatmul:
+    """Returns the tiles of a gated product for all calls in a `batch_invariant` block."""
+    sizes = {"m": _fixed_rows(record, device)}
+    axes = gated_grouped_matmul.FAMILY.axes_of(record)
+    return gated_heuristic(with_fixed_sizes(record, axes, sizes), device, direction)
+
+
+def _fixed_rows(record: GroupedMatmul | GatedGroupedMatmul, device: Any) -> int:
+    """Returns rows for which tiles have no more rows than the matrix units are wide."""
+    return (2 * LANES if has_256_wide_mxu(device.kind) else LANES) * record.group_sizes.shape[0]
 
 
 def ungated_product_record(record: GatedGroupedMatmul) -> GroupedMatmul:

@@ -27,4 +27,5 @@ def implementations() -> tuple[Implementation, ...]:
         supported_fields=frozenset({"zeros", "tensor_scale", "transpose", "precision"}),
         refusal_reasons=_refusal_reasons,
     )
-    return (make_mosaic_tpu_implementation(FAMILY, ConfigSpace.of(config, forward=config.TpuQuantized), requires),)
+    space = ConfigSpace.of(config, forward=config.TpuQuantized, fixed_if_invariant=("block_m", "batch_invariant"))
+    return (make_mosaic_tpu_implementation(FAMILY, space, requires, invariant_to=frozenset({"batch"})),)

@@ -4,8 +4,9 @@ import dataclasses
 from typing import Any
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.quantized_matmul import QuantizedMatmul
+from ejkernel.families.quantized_matmul import FAMILY, QuantizedMatmul
 from ejkernel.ops.params import Direction
+from ejkernel.planning.fixed_sizes import with_fixed_sizes
 from ejkernel.planning.quantized_formats import WORD_BITS
 
 LANES = 128
@@ -21,14 +22,16 @@ class TpuQuantized:
         block_m: Rows of x per tile, a multiple of 16.
         block_r: Rows of packed weights per tile, a multiple of 128.
         block_w: Words of packed weights per tile, a multiple of 128.
+        batch_invariant: Whether calls with few rows have whole tiles of rows, and dequantize as calls with many do.
     """
 
     block_m: int
     block_r: int
     block_w: int
+    batch_invariant: bool = False
 
 
-PUBLIC_FIELDS = {name.name: name.name for name in dataclasses.fields(TpuQuantized)}
+PUBLIC_FIELDS = {name: name for name in ("block_m", "block_r", "block_w")}
 """Maps fields of the public configuration to fields of this one."""
 
 ROW_CONTRACTION_TILE_SIZES = ((1024, 256), (512, 256), (512, 512), (256, 256), (256, 128))
@@ -47,6 +50,16 @@ more.
 def heuristic(record: QuantizedMatmul, device: Any, direction: Direction) -> TpuQuantized:
     """Returns the tiles for a record on a device, found with the static profile."""
     return candidates(record, device, direction)[0]
+
+
+FIXED_ROWS = LANES
+"""Rows of the call whose configuration serves all calls in a `batch_invariant` block."""
+
+
+def batch_invariant(record: QuantizedMatmul, device: Any, direction: Direction) -> TpuQuantized:
+    """Returns the tiles for all calls in a `batch_invariant` block."""
+    record = with_fixed_sizes(record, FAMILY.axes_of(record), {"m": FIXED_ROWS})
+    return dataclasses.replace(heuristic(record, device, direction), batch_invariant=True)
 
 
 def candidates(record: QuantizedMatmul, device: Any, direction: Direction) -> tuple[TpuQuantized, ...]:

@@ -27,7 +27,8 @@ class QuantizedSpec:
     """The compile-time constants of a kernel.
 
     Attributes:
-        padded_rows: M, rounded up to whole registers of the narrowest dtype.
+        padded_rows: M, rounded up to whole registers of the narrowest dtype; in a `batch_invariant` block, to whole
+            tiles.
         packed_rows: The number of rows of the packed matrix.
         words_per_row: Words per row of the packed matrix.
         groups_per_row: Scales per row of the packed matrix.
@@ -86,7 +87,8 @@ def make_spec(record: QuantizedMatmul, config: TpuQuantized) -> QuantizedSpec:
     requested_precision = product_precision(record.x.dtype, record.precision)
     exact = requested_precision in (lax.Precision.HIGH, lax.Precision.HIGHEST)
     wide = record.x.dtype == jnp.float32
-    padded_rows = cdiv(record.x.shape[0], ROW_PADDING_MULTIPLE) * ROW_PADDING_MULTIPLE
+    multiple = config.block_m if config.batch_invariant else ROW_PADDING_MULTIPLE
+    padded_rows = cdiv(record.x.shape[0], multiple) * multiple
     has_wide_mxu = has_256_wide_mxu(current_device().kind)
     return QuantizedSpec(
         padded_rows=padded_rows,
@@ -101,7 +103,9 @@ def make_spec(record: QuantizedMatmul, config: TpuQuantized) -> QuantizedSpec:
         precision=lax.Precision.HIGHEST if wide and exact else requested_precision if wide else None,
         rows_and_words_per_product=2 * LANES if has_wide_mxu else LANES,
         # The chips with these matrix units are those whose vector units compute in bfloat16.
+        # Both values and their products are rounded differently in pairs.
         unpacks_pairs=has_wide_mxu
+        and not config.batch_invariant
         and quantized_format.integers
         and quantized_format.bits == 4
         and record.x.dtype == jnp.bfloat16

@@ -38,4 +38,12 @@ def implementations() -> tuple[Implementation, ...]:
         refusal_reasons=_refusal_reasons,
         head_dims=SUPPORTED_STATE_SIZES,
     )
-    return (make_mosaic_tpu_implementation(FAMILY, ConfigSpace.of(config, forward=config.TpuScan), requires),)
+    return (
+        make_mosaic_tpu_implementation(
+            FAMILY,
+            ConfigSpace.of(config, forward=config.TpuScan),
+            requires,
+            invariant_to=frozenset({"batch", "padding", "packing", "chunking"}),
+            invariance_limits=config.invariance_limits,
+        ),
+    )

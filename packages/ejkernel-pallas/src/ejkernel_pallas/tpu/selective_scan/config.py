@@ -1,11 +1,13 @@
 """The configuration of the selective scan's kernels: the heuristic, and the candidates worth measuring."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.selective_scan import SelectiveScan
+from ejkernel.families.selective_scan import FAMILY, SelectiveScan
 from ejkernel.ops.params import Direction
+from ejkernel.planning.fixed_sizes import with_fixed_sizes
 from ejkernel_pallas.tpu.generations import num_cores
 from ejkernel_pallas.tpu.interpret import is_interpreting
 
@@ -59,6 +61,17 @@ def heuristic(record: SelectiveScan, device: Any, direction: Direction) -> TpuSc
         block_channels=min(groups_per_step, max(1, _num_channel_groups(record) // cores)) * CHANNELS_PER_GROUP,
         unroll=1 if is_interpreting() else 8,
     )
+
+
+def batch_invariant(record: SelectiveScan, device: Any, direction: Direction) -> TpuScan:
+    """Returns the configuration of all calls in a `batch_invariant` block; no sum is over channels or tokens."""
+    return heuristic(with_fixed_sizes(record, FAMILY.axes_of(record), {"b": 1, "t": 1}), device, direction)
+
+
+def invariance_limits(record: SelectiveScan) -> Iterator[str]:
+    """Yields why rows of a record depend on the rest of its call."""
+    if record.state_slots is not None:
+        yield "state_slots: another kernel updates states in slots, and serves prompts of only these calls"
 
 
 def candidates(record: SelectiveScan, device: Any, direction: Direction) -> tuple[TpuScan, ...]:

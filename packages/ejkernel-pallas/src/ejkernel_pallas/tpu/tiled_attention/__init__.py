@@ -69,10 +69,18 @@ def implementations() -> tuple[Implementation, ...]:
     return (
         make_mosaic_tpu_implementation(
             FAMILY,
-            ConfigSpace.of(config, forward=config.TpuForward, backward=config.TpuBackward, kind=config.tuned_table_key),
+            ConfigSpace.of(
+                config,
+                forward=config.TpuForward,
+                backward=config.TpuBackward,
+                kind=config.tuned_table_key,
+                fixed_if_invariant=("block_kv", "chunk_q", "chunk_kv", "batch_invariant"),
+            ),
             tpu_requires(
                 head_dims=range(1, 257), supported_fields=SUPPORTED_OPTIONAL_FIELDS, refusal_reasons=_refusal_reasons
             ),
             fields_without_gradient=frozenset({"relative_bias"}),
+            invariant_to=frozenset({"batch", "padding", "chunking"}),
+            invariance_limits=config.invariance_limits,
         ),
     )

@@ -1,13 +1,15 @@
 """Tile sizes: the heuristic for calls without a measured configuration, and the tuner's candidates."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.tiled_attention import TiledAttention, causal_window_bounds
+from ejkernel.families.tiled_attention import FAMILY, TiledAttention, causal_window_bounds
 from ejkernel.families.tiled_attention import kinds as attention_kinds
 from ejkernel.families.tiled_attention.mask_functions import mask_function_as_window
 from ejkernel.ops.params import Direction
+from ejkernel.planning.fixed_sizes import with_fixed_sizes
 from ejkernel_pallas.tpu.generations import has_256_wide_mxu, is_v7x
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.tiled_attention.spec import TileSizes, pad_head_dim
@@ -22,12 +24,14 @@ class TpuForward:
         block_kv: Keys per tile.
         chunk_q: Queries per product.
         chunk_kv: Keys per product.
+        batch_invariant: Whether all products of all calls have the sizes of a chunk.
     """
 
     block_q: int = 1024
     block_kv: int = 1024
     chunk_q: int = 512
     chunk_kv: int = 512
+    batch_invariant: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,7 +83,8 @@ LARGE_TILE_MIN_LENGTH = 2 * LARGE_TILE_SIZE
 def forward_blocks(config: TpuForward) -> TileSizes:
     """Returns the tiles of the forward kernel; a chunk is no larger than its tile."""
     queries, keys = config.block_q, config.block_kv
-    return TileSizes(queries, keys, min(config.chunk_q, queries), min(config.chunk_kv, keys))
+    chunk = min(config.chunk_q, queries), min(config.chunk_kv, keys)
+    return TileSizes(queries, keys, *chunk, batch_invariant=config.batch_invariant)
 
 
 def backward_blocks(config: TpuBackward) -> tuple[TileSizes, TileSizes]:
@@ -124,6 +129,30 @@ def heuristic(
     if not wide:
         return _forward_config(record, LARGE_TILE_SIZE if large else block, (512, 512))
     return _forward_config(record, LARGE_TILE_SIZE if large else block, (1024 if large and not v7x else 512, 256))
+
+
+FIXED_LENGTH = 1024
+"""Queries and keys of the call whose configuration serves all calls in a `batch_invariant` block."""
+
+
+def batch_invariant(record: TiledAttention, device: Any, direction: Direction) -> TpuForward:
+    """Returns the tiles for all calls in a `batch_invariant` block: products have 128 queries, since a call may have
+    one, and a tile has as many of them as a call needs.
+    """
+    sizes = dict.fromkeys("ts", FIXED_LENGTH)
+    tiles = heuristic(with_fixed_sizes(record, FAMILY.axes_of(record), sizes), device, "forward")
+    return dataclasses.replace(tiles, chunk_q=LANES, batch_invariant=True)
+
+
+def invariance_limits(record: TiledAttention) -> Iterator[str]:
+    """Yields why rows of a record depend on the rest of its call."""
+    if record.dropout_prob > 0:
+        yield "dropout_prob: which weights are dropped follows from a row's place in the batch"
+    if record.pattern is not None:
+        yield "pattern: its tiles are cut from the first query and key of the call"
+    for name in ("score_mod", "mask_mod"):
+        if getattr(record, name) is not None:
+            yield f"{name}: it is given the indices of a pair in the whole call"
 
 
 def candidates(

@@ -35,12 +35,14 @@ class TileSizes(NamedTuple):
         keys: Keys per tile.
         chunk_q: Queries per product.
         chunk_kv: Keys per product.
+        batch_invariant: Whether all products of all calls have the sizes of a chunk.
     """
 
     queries: int
     keys: int
     chunk_q: int
     chunk_kv: int
+    batch_invariant: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,7 +136,8 @@ class TiledSpec:
 def make_spec(record: TiledAttention, blocks: TileSizes, accumulates_for_keys: bool = False) -> TiledSpec:
     """Returns the constants of a record's kernels with given tiles."""
     (_, queries, heads, size), (_, keys, kv_heads, value_size) = record.query.shape, record.value.shape
-    block_q, block_kv = _fit_block(queries, blocks.queries), _fit_block(keys, blocks.keys)
+    block_q = _fit_block(queries, blocks.queries)
+    block_kv = blocks.keys if blocks.batch_invariant else _fit_block(keys, blocks.keys)
     left, right = causal_window_bounds(record)
     scale_only = record.bias is None and record.logits_soft_cap is None and record.score_mod is None
     indexed = record.q_positions is None and record.kv_positions is None and record.q_segment_ids is None
@@ -163,7 +166,11 @@ def make_spec(record: TiledAttention, blocks: TileSizes, accumulates_for_keys: b
         dropout_threshold=dropout.dropout_threshold(record.dropout_prob) if record.dropout_prob > 0.0 else None,
         dropout_scale=1.0 / (1.0 - record.dropout_prob),
         precision=_precision(record),
-        cuts_diagonal_chunks=indexed and (left, right) == (None, 0) and no_pair_masks and whole,
+        cuts_diagonal_chunks=indexed
+        and (left, right) == (None, 0)
+        and no_pair_masks
+        and whole
+        and not blocks.batch_invariant,
         may_mask_pairs=(left, right) != (None, None) or not all(x is None for x in restrictions),
         sums_weights_on_mxu=_sums_on_mxu(record),
         score_mod=None if record.score_mod is None else split_function(record.score_mod.program),
