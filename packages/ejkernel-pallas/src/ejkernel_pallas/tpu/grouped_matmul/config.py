@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families import gated_grouped_matmul, grouped_matmul
 from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul, as_grouped_matmul
-from ejkernel.families.grouped_matmul import GroupedMatmul, columns
+from ejkernel.families.grouped_matmul import FAMILY, GroupedMatmul, columns
 from ejkernel.ops.chips import MEBI, Tpu, tpu_of
 from ejkernel.ops.params import Direction
 from ejkernel.planning.fixed_sizes import with_fixed_sizes
@@ -101,14 +100,13 @@ def batch_invariant(record: GroupedMatmul, device: Any, direction: Direction) ->
     Tiles have as many rows as a subtile of a tile that groups share, so that every product has the same shape.
     """
     sizes = {"m": _fixed_rows(record, device)}
-    return heuristic(with_fixed_sizes(record, grouped_matmul.FAMILY.axes_of(record), sizes), device, direction)
+    return heuristic(with_fixed_sizes(record, FAMILY.axes_of(record), sizes), device, direction)
 
 
 def gated_batch_invariant(record: GatedGroupedMatmul, device: Any, direction: Direction) -> TpuMatmul:
     """Returns the tiles of a gated product for all calls in a `batch_invariant` block."""
-    sizes = {"m": _fixed_rows(record, device)}
-    axes = gated_grouped_matmul.FAMILY.axes_of(record)
-    return gated_heuristic(with_fixed_sizes(record, axes, sizes), device, direction)
+    rows = jax.ShapeDtypeStruct((_fixed_rows(record, device), record.lhs.shape[1]), record.lhs.dtype)
+    return gated_heuristic(dataclasses.replace(record, lhs=rows, indices=None), device, direction)
 
 
 def _fixed_rows(record: GroupedMatmul | GatedGroupedMatmul, device: Any) -> int:

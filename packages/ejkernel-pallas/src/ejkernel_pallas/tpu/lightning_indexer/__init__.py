@@ -63,5 +63,7 @@ def implementations() -> tuple[Implementation, ...]:
             backward=False,
             cases="ejkernel_pallas.tpu.lightning_indexer.cases:cases",
             priority=_priority,
+            invariant_to=frozenset({"batch", "padding", "chunking"}),
+            invariant_priority=10,
         ),
     )

@@ -52,6 +52,14 @@ def heuristic(record: LightningIndexer, device: Any, direction: Direction) -> Tp
     return fit_config(record, TpuIndexerTiles(block_k=2048, keys_per_selection=16384))
 
 
+def batch_invariant(record: LightningIndexer, device: Any, direction: Direction) -> TpuIndexerTiles:
+    """Returns the configuration of a call in a `batch_invariant` block.
+
+    No bit depends on the tiles: a score is a sum over heads and channels, and the selection is exact.
+    """
+    return heuristic(record, device, direction)
+
+
 def candidates(record: LightningIndexer, device: Any, direction: Direction) -> tuple[TpuIndexerTiles, ...]:
     """Returns configurations worth measuring."""
     sizes = ((2048, 16384), (1024, 16384), (2048, 8192), (2048, 24576))

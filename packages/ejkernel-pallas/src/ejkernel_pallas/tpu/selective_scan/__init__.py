@@ -43,7 +43,7 @@ def implementations() -> tuple[Implementation, ...]:
             FAMILY,
             ConfigSpace.of(config, forward=config.TpuScan),
             requires,
-            invariant_to=frozenset({"batch", "padding", "packing", "chunking"}),
+            invariant_to=frozenset({"batch", "padding", "chunking"}),
             invariance_limits=config.invariance_limits,
         ),
     )

@@ -71,7 +71,7 @@ def batch_invariant(record: SelectiveScan, device: Any, direction: Direction) ->
 def invariance_limits(record: SelectiveScan) -> Iterator[str]:
     """Yields why rows of a record depend on the rest of its call."""
     if record.state_slots is not None:
-        yield "state_slots: another kernel updates states in slots, and serves prompts of only these calls"
+        yield "state_slots: another kernel updates states in slots"
 
 
 def candidates(record: SelectiveScan, device: Any, direction: Direction) -> tuple[TpuScan, ...]:
