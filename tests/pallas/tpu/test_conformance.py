@@ -18,8 +18,8 @@ PARTS = {
         "flash_attention and packed and not other and (test_padding or test_request or test_shard or test_vmap)",
     ),
     "patterns": (TILED, "blocksparse_attention and patterns and (test_gradients or test_shard)"),
-    # The suite proves every claim; these are the cheapest.
-    "invariance": (("flash_attention", "grouped_matmul"), "test_batch_invariance and (chunking or grouped_matmul)"),
+    # The suite proves every claim; this is the cheapest.
+    "invariance": (("flash_attention",), "test_batch_invariance and chunking"),
     "paged": (PAGED, "(int8 and test_value) or (lengths and test_vmap)"),
 }
 

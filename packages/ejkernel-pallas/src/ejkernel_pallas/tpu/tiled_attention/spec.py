@@ -136,14 +136,13 @@ class TiledSpec:
 def make_spec(record: TiledAttention, blocks: TileSizes, accumulates_for_keys: bool = False) -> TiledSpec:
     """Returns the constants of a record's kernels with given tiles."""
     (_, queries, heads, size), (_, keys, kv_heads, value_size) = record.query.shape, record.value.shape
-    block_q = _fit_block(queries, blocks.queries)
-    block_kv = blocks.keys if blocks.batch_invariant else _fit_block(keys, blocks.keys)
+    block_q, block_kv = _fit_block(queries, blocks.queries), _fit_block(keys, blocks.keys, blocks.batch_invariant)
     left, right = causal_window_bounds(record)
     scale_only = record.bias is None and record.logits_soft_cap is None and record.score_mod is None
     indexed = record.q_positions is None and record.kv_positions is None and record.q_segment_ids is None
     restrictions = (record.q_segment_ids, record.mask, record.pattern, record.mask_mod)
     no_pair_masks = all(x is None for x in (record.mask, record.pattern, record.mask_mod))
-    whole = block_q == block_kv and queries % block_q == 0 and keys % block_kv == 0
+    whole = block_q == block_kv and queries % block_q == keys % block_kv == 0 and not blocks.batch_invariant
     return TiledSpec(
         num_queries=queries,
         num_keys=keys,
@@ -166,11 +165,7 @@ def make_spec(record: TiledAttention, blocks: TileSizes, accumulates_for_keys: b
         dropout_threshold=dropout.dropout_threshold(record.dropout_prob) if record.dropout_prob > 0.0 else None,
         dropout_scale=1.0 / (1.0 - record.dropout_prob),
         precision=_precision(record),
-        cuts_diagonal_chunks=indexed
-        and (left, right) == (None, 0)
-        and no_pair_masks
-        and whole
-        and not blocks.batch_invariant,
+        cuts_diagonal_chunks=indexed and (left, right) == (None, 0) and no_pair_masks and whole,
         may_mask_pairs=(left, right) != (None, None) or not all(x is None for x in restrictions),
         sums_weights_on_mxu=_sums_on_mxu(record),
         score_mod=None if record.score_mod is None else split_function(record.score_mod.program),
@@ -188,11 +183,11 @@ def pad_head_dim(size: int) -> int:
     return cdiv(size, LANES) * LANES
 
 
-def _fit_block(length: int, block: int) -> int:
-    """Returns the block size, no larger than needed to cover the length."""
+def _fit_block(length: int, block: int, batch_invariant: bool = False) -> int:
+    """Returns the block size, no larger than needed to cover the length unless all calls have the same blocks."""
     if block < 1 or block % LANES:
         raise ValueError(f"tile of {block}: wants a multiple of {LANES}")
-    return min(block, pad_head_dim(length))
+    return block if batch_invariant else min(block, pad_head_dim(length))
 
 
 def _precision(record: TiledAttention) -> lax.Precision | None:
