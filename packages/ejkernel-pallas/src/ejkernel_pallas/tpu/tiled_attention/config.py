@@ -140,7 +140,7 @@ def batch_invariant(record: TiledAttention, device: Any, direction: Direction) -
     one, and a tile has as many of them as a call needs.
     """
     sizes = dict.fromkeys("ts", FIXED_LENGTH)
-    tiles = heuristic(with_fixed_sizes(record, FAMILY.axes_of(record), sizes), device, "forward")
+    tiles: Any = heuristic(with_fixed_sizes(record, FAMILY.axes_of(record), sizes), device, "forward")
     return dataclasses.replace(tiles, chunk_q=LANES, batch_invariant=True)
 
 
