@@ -3,12 +3,12 @@
     python examples/layers.py --steps 300                   # all four, with a table of their losses
     python examples/layers.py --steps 300 --layers kda      # one of them
 
-A layer takes tokens [B, T, width] and returns as many, and its state; called with that state, it continues. So
-training, prefill and decoding are one function:
+A layer takes tokens [B, T, width] and returns an array of the same shape and its state. A call with that state
+continues the sequence, so training, prefill and decoding are one function:
 
     y, _     = layer(x)                         a whole sequence
     y, state = layer(x[:, :60])                 prefill
-    y, state = layer(x[:, 60:61], state)        one token, at the same cost however many came before
+    y, state = layer(x[:, 60:61], state)        one token, at a cost that does not depend on their number
 
 What they learn is multi-query associative recall (Arora et al. 2023, arXiv:2312.04927): pairs of a key and a value,
 then the keys again in another order, each to be answered with its value.
@@ -37,11 +37,11 @@ from ejkernel.modules import (
 
 
 class State(NamedTuple):
-    """What a layer keeps of the tokens before; its size does not depend on their number.
+    """The state of a layer after the tokens so far; its size does not depend on their number.
 
     Attributes:
         convolution: [B, channels, taps - 1], the newest inputs of the convolution; None before the first token.
-        recurrence: [B, H, K, V] float32, what the recurrence has written; Mamba-2's is [B, H, V, K]. None is zeros.
+        recurrence: [B, H, K, V] float32, the state of the recurrence; Mamba-2's is [B, H, V, K]. None means zeros.
     """
 
     convolution: jax.Array | None = None
@@ -58,9 +58,9 @@ class ShortConvolution(nnx.Module):
         bound = taps**-0.5
         self.weight = nnx.Param(rngs.params.uniform((channels, taps), minval=-bound, maxval=bound))
 
-    def __call__(self, x: jax.Array, before: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, x: jax.Array, state: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """[B, T, channels] to the same, and the inputs that the next token needs."""
-        return causal_conv1d(x, self.weight[...], initial_state=before, activation="silu", return_state=True)
+        return causal_conv1d(x, self.weight[...], initial_state=state, activation="silu", return_state=True)
 
 
 def split_heads(x: jax.Array, heads: int) -> jax.Array:
@@ -74,12 +74,12 @@ def merge_heads(x: jax.Array) -> jax.Array:
 
 
 def log_uniform(rngs: nnx.Rngs, shape: tuple[int, ...], low: float, high: float) -> jax.Array:
-    """Numbers whose logarithms are uniform."""
+    """Random numbers whose logarithms are uniformly distributed."""
     return jnp.exp(rngs.params.uniform(shape, minval=math.log(low), maxval=math.log(high)))
 
 
 def step_bias(rngs: nnx.Rngs, shape: tuple[int, ...]) -> jax.Array:
-    """Biases whose softplus, a step size, lies between 0.001 and 0.1, as Mamba begins."""
+    """Biases whose softplus, the step size, is between 0.001 and 0.1: the initialisation of Mamba."""
     steps = log_uniform(rngs, shape, 1e-3, 1e-1)
     return steps + jnp.log(-jnp.expm1(-steps))
 
@@ -92,7 +92,7 @@ class Mamba2(nnx.Module):
         linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
         self.project = linear(width, self.inner + mixed + heads)  # gate | x, B, C | dt
         self.convolution = ShortConvolution(mixed, rngs)
-        # Published models begin with rates up to 16; slow decays are learnt from in fewer steps.
+        # Published models begin with decay rates up to 16; with slower decays, training needs fewer steps.
         self.A_log = nnx.Param(jnp.log(rngs.params.uniform((heads,), minval=1.0, maxval=2.0)))
         self.dt_bias = nnx.Param(step_bias(rngs, (heads,)))
         self.D = nnx.Param(jnp.ones(heads))
@@ -103,23 +103,23 @@ class Mamba2(nnx.Module):
         """[B, T, width] to the same, and the state after the last token."""
         heads = self.D.shape[0]
         gate, mixed, dt = jnp.split(self.project(x), [self.inner, 2 * self.inner + 2 * self.size], axis=-1)
-        mixed, taps = self.convolution(mixed, state.convolution)
+        mixed, convolution = self.convolution(mixed, state.convolution)
         values, B, C = jnp.split(mixed, [self.inner, self.inner + self.size], axis=-1)
-        y, memory, _ = state_space_v2(
+        y, recurrence, _ = state_space_v2(
             split_heads(values, heads),
             -jnp.exp(self.A_log[...]),
             B[:, :, None],  # one group, which all heads share
             C[:, :, None],
             self.D[...],
             jax.nn.softplus(dt + self.dt_bias[...]),
-            gate=gate,  # the output is multiplied with silu(gate)
+            gate=gate,  # the operation multiplies its output by silu(gate)
             initial_state=state.recurrence,
         )
-        return self.out(self.norm(y)), State(taps, memory)
+        return self.out(self.norm(y)), State(convolution, recurrence)
 
 
 class GatedLinearAttention(nnx.Module):
-    """GLA (Yang et al. 2023, arXiv:2312.06635): a gate of every key channel, through a product of low rank."""
+    """GLA (Yang et al. 2023, arXiv:2312.06635): a gate per key channel, by a low-rank projection."""
 
     def __init__(self, width: int, heads: int, size: int, rngs: nnx.Rngs) -> None:
         self.heads, inner = heads, heads * size
@@ -133,11 +133,13 @@ class GatedLinearAttention(nnx.Module):
     def __call__(self, x: jax.Array, state: State = EMPTY) -> tuple[jax.Array, State]:
         """[B, T, width] to the same, and the state after the last token."""
         mixed, gate = jnp.split(self.project(x), [self.out.in_features * 3], axis=-1)
-        mixed, taps = self.convolution(mixed, state.convolution)
-        query, key, value = (split_heads(part, self.heads) for part in jnp.split(mixed, 3, axis=-1))
+        mixed, convolution = self.convolution(mixed, state.convolution)
+        query, key, value = (split_heads(array, self.heads) for array in jnp.split(mixed, 3, axis=-1))
         decay = jax.nn.log_sigmoid(split_heads(self.gate(x), self.heads)) / 16  # begins near 0: a long memory
-        y, memory = gated_linear_attention(query, key, value, decay, initial_state=state.recurrence, return_state=True)
-        return self.out(merge_heads(self.norm(y)) * jax.nn.silu(gate)), State(taps, memory)
+        y, recurrence = gated_linear_attention(
+            query, key, value, decay, initial_state=state.recurrence, return_state=True
+        )
+        return self.out(merge_heads(self.norm(y)) * jax.nn.silu(gate)), State(convolution, recurrence)
 
 
 class GatedDeltaNet(nnx.Module):
@@ -158,10 +160,10 @@ class GatedDeltaNet(nnx.Module):
         inner = self.out.in_features
         ends = [3 * inner, 4 * inner, 4 * inner + self.heads]
         mixed, gate, beta, dt = jnp.split(self.project(x), ends, axis=-1)
-        mixed, taps = self.convolution(mixed, state.convolution)
-        query, key, value = (split_heads(part, self.heads) for part in jnp.split(mixed, 3, axis=-1))
-        y, memory = gated_delta_rule(
-            query,  # query and key are divided by their lengths inside
+        mixed, convolution = self.convolution(mixed, state.convolution)
+        query, key, value = (split_heads(array, self.heads) for array in jnp.split(mixed, 3, axis=-1))
+        y, recurrence = gated_delta_rule(
+            query,  # the operation L2-normalises query and key
             key,
             value,
             jax.nn.sigmoid(beta),
@@ -169,11 +171,11 @@ class GatedDeltaNet(nnx.Module):
             initial_state=state.recurrence,
             return_state=True,
         )
-        return self.out(merge_heads(self.norm(y)) * jax.nn.silu(gate)), State(taps, memory)
+        return self.out(merge_heads(self.norm(y)) * jax.nn.silu(gate)), State(convolution, recurrence)
 
 
 class KimiDeltaAttention(nnx.Module):
-    """KDA (Kimi Team 2025, arXiv:2510.26692): the delta rule with a gate of every key channel."""
+    """KDA (Kimi Team 2025, arXiv:2510.26692): the delta rule with a gate per key channel."""
 
     def __init__(self, width: int, heads: int, size: int, rngs: nnx.Rngs) -> None:
         self.heads, inner = heads, heads * size
@@ -190,11 +192,11 @@ class KimiDeltaAttention(nnx.Module):
     def __call__(self, x: jax.Array, state: State = EMPTY) -> tuple[jax.Array, State]:
         """[B, T, width] to the same, and the state after the last token."""
         mixed, beta = jnp.split(self.project(x), [3 * self.out.in_features], axis=-1)
-        mixed, taps = self.convolution(mixed, state.convolution)
-        query, key, value = (split_heads(part, self.heads) for part in jnp.split(mixed, 3, axis=-1))
+        mixed, convolution = self.convolution(mixed, state.convolution)
+        query, key, value = (split_heads(array, self.heads) for array in jnp.split(mixed, 3, axis=-1))
         decay = kda_decay(split_heads(self.decay(x), self.heads), self.A_log[...], self.dt_bias[...])
-        y, memory = kernel_delta_attention(
-            query,  # query and key are divided by their lengths inside
+        y, recurrence = kernel_delta_attention(
+            query,  # the operation L2-normalises query and key
             key,
             value,
             jax.nn.sigmoid(beta),
@@ -202,7 +204,7 @@ class KimiDeltaAttention(nnx.Module):
             initial_state=state.recurrence,
             return_state=True,
         )
-        return self.out(merge_heads(self.norm(y)) * jax.nn.sigmoid(self.gate(x))), State(taps, memory)
+        return self.out(merge_heads(self.norm(y)) * jax.nn.sigmoid(self.gate(x))), State(convolution, recurrence)
 
 
 LAYERS = {

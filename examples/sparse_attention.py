@@ -1,10 +1,10 @@
-"""A layer of DeepSeek's sparse attention, trained dense first and sparse afterwards, with the recall of its indexer.
+"""A layer of DeepSeek's sparse attention, trained first dense and then sparse, with the recall of its indexer.
 
     python examples/sparse_attention.py                     # the three stages, with a table
 
 The task needs one token of many: a row lists 24 key-value pairs, one per token, and then asks for the values of 8 of
-these keys. The token of a pair is the sum of two embeddings, so one layer of attention answers, by reading the token of
-the same key.
+these keys. The token of a pair is the sum of two embeddings, so one layer of attention can answer by reading the token
+of the same key.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from ejkernel.modules import (
     token_sparse_attention,
 )
 
-TOLD, ASKED, KEYS, VALUES = 24, 8, 32, 8
+PAIRS, QUESTIONS, KEYS, VALUES = 24, 8, 32, 8
 WIDTH, HEADS, LATENT, NOPE, OUT = 32, 2, 16, 16, 16
 INDEX_HEADS, INDEX_SIZE, TOP_K = 4, 16, 3
 SCALE = NOPE**-0.5
@@ -31,25 +31,27 @@ Weights = dict[str, jax.Array]
 
 
 class Rows(NamedTuple):
-    """Rows of the task: keys and values of all tokens [B, T], the answers and the tokens that tell them [B, ASKED]."""
+    """Rows of the task: keys and values of all tokens [B, T]; the answers and their positions [B, QUESTIONS]."""
 
     keys: jax.Array
     values: jax.Array
     answers: jax.Array
-    told_at: jax.Array
+    answer_positions: jax.Array
 
 
 def draw(key: jax.Array, rows: int) -> Rows:
-    """Rows with different keys; the value VALUES of a token says that it asks."""
-    order, value, asked = jax.random.split(key, 3)
-    every = jnp.broadcast_to(jnp.arange(KEYS), (rows, KEYS))
-    keys = jax.random.permutation(order, every, axis=1, independent=True)[:, :TOLD]
-    values = jax.random.randint(value, keys.shape, 0, VALUES)
-    places = jnp.broadcast_to(jnp.arange(TOLD), keys.shape)
-    told_at = jax.random.permutation(asked, places, axis=1, independent=True)[:, :ASKED]
-    asked_keys, answers = (jnp.take_along_axis(x, told_at, axis=1) for x in (keys, values))
-    asks = jnp.full_like(asked_keys, VALUES)
-    return Rows(jnp.concatenate([keys, asked_keys], 1), jnp.concatenate([values, asks], 1), answers, told_at)
+    """Random rows of pairs with different keys; a question is a token with the value VALUES."""
+    key_order, value_key, question_order = jax.random.split(key, 3)
+    all_keys = jnp.broadcast_to(jnp.arange(KEYS), (rows, KEYS))
+    keys = jax.random.permutation(key_order, all_keys, axis=1, independent=True)[:, :PAIRS]
+    values = jax.random.randint(value_key, keys.shape, 0, VALUES)
+    positions = jnp.broadcast_to(jnp.arange(PAIRS), keys.shape)
+    answer_positions = jax.random.permutation(question_order, positions, axis=1, independent=True)[:, :QUESTIONS]
+    asked_keys, answers = (jnp.take_along_axis(x, answer_positions, axis=1) for x in (keys, values))
+    questions = jnp.full_like(asked_keys, VALUES)
+    return Rows(
+        jnp.concatenate([keys, asked_keys], 1), jnp.concatenate([values, questions], 1), answers, answer_positions
+    )
 
 
 def initialise(key: jax.Array) -> tuple[Weights, Weights]:
@@ -89,7 +91,7 @@ def absorb(model: Weights, query: jax.Array) -> jax.Array:
 
 
 def index(indexer: Weights, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries, keys and weights of the indexer. Its inputs are constants: its loss trains nothing before them."""
+    """Queries, keys and weights of the indexer. Gradients stop at its input: its loss trains only the indexer."""
     x = jax.lax.stop_gradient(x)
     weights = x @ indexer["weights"] * INDEX_HEADS**-0.5
     return jnp.einsum("btw,whe->bthe", x, indexer["query"]), x @ indexer["key"], weights
@@ -100,10 +102,10 @@ def embed(model: Weights, rows: Rows) -> jax.Array:
     return model["keys"][rows.keys] + model["values"][rows.values]
 
 
-def answer(model: Weights, x: jax.Array, attended: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
-    """The mean cross-entropy of the answers, and the share of right ones, from what the layer attended to."""
+def loss_and_accuracy(model: Weights, x: jax.Array, attended: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
+    """The mean cross-entropy of the answers and the accuracy, from the output of attention."""
     y = x + attended.reshape(*x.shape[:2], -1) @ model["out"]
-    logits = y[:, -ASKED:] @ model["head"]
+    logits = y[:, -QUESTIONS:] @ model["head"]
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, rows.answers).mean()
     return loss, jnp.mean(jnp.argmax(logits, axis=-1) == rows.answers)
 
@@ -113,7 +115,7 @@ def dense_loss(model: Weights, rows: Rows) -> tuple[jax.Array, jax.Array]:
     x = embed(model, rows)
     query, latent = project(model, x)
     attended = flash_mla(query, latent, model["w_kc"], model["w_vc"], causal=True, softmax_scale=SCALE)
-    return answer(model, x, attended, rows)
+    return loss_and_accuracy(model, x, attended, rows)
 
 
 def warm_up_loss(indexer: Weights, model: Weights, rows: Rows) -> tuple[jax.Array, jax.Array]:
@@ -133,20 +135,20 @@ def sparse_loss(weights: tuple[Weights, Weights], rows: Rows) -> tuple[jax.Array
     query, latent = project(model, x)
     absorbed, keys = absorb(model, query), latent[:, :, None]  # one KV head
     indices, scores = lightning_indexer(*index(indexer, x), top_k=TOP_K)
-    read = token_sparse_attention(absorbed, keys, None, indices, value_size=LATENT, softmax_scale=SCALE)
-    loss, right = answer(model, x, jnp.einsum("bthr,rhv->bthv", read, model["w_vc"]), rows)
+    attended = token_sparse_attention(absorbed, keys, None, indices, value_size=LATENT, softmax_scale=SCALE)
+    loss, accuracy = loss_and_accuracy(model, x, jnp.einsum("bthr,rhv->bthv", attended, model["w_vc"]), rows)
     losses = lightning_indexer_loss(absorbed, keys, indices, scores, softmax_scale=SCALE)
-    return loss + losses.mean(), right
+    return loss + losses.mean(), accuracy
 
 
 def recall(indexer: Weights, model: Weights, rows: Rows) -> jax.Array:
-    """The share of questions whose indexer selects the token with the answer."""
+    """The share of questions for which the indexer selects the token with the answer."""
     indices, _ = lightning_indexer(*index(indexer, embed(model, rows)), top_k=TOP_K)
-    return jnp.mean(jnp.any(indices[:, -ASKED:] == rows.told_at[..., None], axis=-1))
+    return jnp.mean(jnp.any(indices[:, -QUESTIONS:] == rows.answer_positions[..., None], axis=-1))
 
 
 def train(loss: Any, weights: Any, steps: int, rate: float, *constants: Any, rows: int = 16, seed: int = 0) -> Any:
-    """The weights after so many steps of Adam on `loss(weights, *constants, rows)`, by one compiled loop."""
+    """The weights after `steps` steps of Adam on `loss(weights, *constants, rows)`, in one compiled loop."""
     optimizer = optax.adam(optax.cosine_decay_schedule(rate, steps, 0.1))
 
     def step(state: tuple[Any, Any], key: jax.Array) -> tuple[tuple[Any, Any], jax.Array]:
@@ -162,16 +164,16 @@ def train(loss: Any, weights: Any, steps: int, rate: float, *constants: Any, row
 
 @jax.jit
 def measure(model: Weights, indexer: Weights) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of new rows: the share of right answers with dense attention, the indexer's recall, and those with sparse."""
+    """On new rows: the accuracy with dense attention, the recall of the indexer, the accuracy with sparse attention."""
     rows = draw(jax.random.key(99), 64)
     sparse = sparse_loss((model, indexer), rows)[1]
     return dense_loss(model, rows)[1], recall(indexer, model, rows), sparse
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Trains the three stages; returns 1 if the sparse model answers less than nine in ten questions."""
+    """Trains the three stages; returns 1 if the accuracy of the sparse model is below 0.9."""
     parser = argparse.ArgumentParser(description="Trains sparse attention: dense, warm-up of the indexer, sparse.")
-    parser.add_argument("--steps", type=int, default=300, help="of each stage")
+    parser.add_argument("--steps", type=int, default=300, help="training steps per stage")
     options = parser.parse_args(arguments)
     model, indexer = initialise(jax.random.key(1))
     model = train(dense_loss, model, options.steps, 1e-2)

@@ -21,12 +21,12 @@ def example():
 
 
 def test_selecting_every_token_answers_as_dense_attention(example, monkeypatch):
-    """And then recall is 1; the tokens that tell the answers are those of the asked keys."""
+    """And then recall is 1; the tokens with the answers have the asked keys."""
     rows = example.draw(jax.random.key(0), 4)
-    asked = rows.keys[:, example.TOLD :]
-    np.testing.assert_array_equal(jnp.take_along_axis(rows.keys, rows.told_at, axis=1), asked)
-    np.testing.assert_array_equal(jnp.take_along_axis(rows.values, rows.told_at, axis=1), rows.answers)
-    monkeypatch.setattr(example, "TOP_K", example.TOLD + example.ASKED)
+    asked = rows.keys[:, example.PAIRS :]
+    np.testing.assert_array_equal(jnp.take_along_axis(rows.keys, rows.answer_positions, axis=1), asked)
+    np.testing.assert_array_equal(jnp.take_along_axis(rows.values, rows.answer_positions, axis=1), rows.answers)
+    monkeypatch.setattr(example, "TOP_K", example.PAIRS + example.QUESTIONS)
     model, indexer = example.initialise(jax.random.key(1))
     dense, _ = jax.jit(example.dense_loss)(model, rows)
     sparse, _ = jax.jit(example.sparse_loss)((model, indexer), rows)
