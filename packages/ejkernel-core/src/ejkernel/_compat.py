@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -91,25 +91,6 @@ def as_varying_over(tree: Any, axis: str) -> Any:
     if not settings._check_vma.value:
         return tree
     return jax.tree.map(lambda x: x if axis in varying_axes(x) else jax.lax.pcast(x, (axis,), to="varying"), tree)
-
-
-def call_without_varying_axes(call: Callable[[Any], Any], argument: Any) -> Any:
-    """Returns what a function makes of a tree of arrays, told nothing of the mesh axes that they vary over; its results
-    do.
-
-    Kernels are opaque to `shard_map`'s inference of what varies, and loops in them mix arrays that do and do not.
-    """
-    if not any(map(varying_axes, jax.tree.leaves(argument))):
-        return call(argument)
-    from jax._src import config
-
-    settings: Any = config
-    with settings._check_vma(False):
-        # Results of operations forget, where no check runs; these two cost nothing.
-        plain = jax.tree.map(lambda x: jax.lax.squeeze(jax.lax.expand_dims(x, (0,)), (0,)), argument)
-        # JAX evaluates traced operations again when it differentiates, and then checks; a jitted function stays whole.
-        results = jax.jit(call)(plain)
-    return as_varying(results, argument)
 
 
 def shape_varying_like(shape: tuple[int, ...], dtype: Any, like: Any) -> jax.ShapeDtypeStruct:

@@ -120,6 +120,23 @@ def test_a_feed_forward_in_shard_map_has_the_gradients_of_one_device(check_vma):
 
 
 @pytest.mark.needs("4 devices")
+@pytest.mark.parametrize("op", SPECS, ids=lambda op: op.__name__)
+def test_batches_and_second_tangents_in_a_shard_map_of_the_caller(op):
+    x, y = matrices(op)
+    mapped = jax.shard_map(lambda x, y: op(x, y, "tp"), mesh=mesh_of(2), in_specs=SPECS[op][0], out_specs=SPECS[op][1])
+    rows = jnp.stack([x, 2 * x, 3 * x])
+
+    def batch_and_curvature(product):
+        def gradient(x):
+            return jax.grad(lambda x: jnp.sum(jnp.sin(product(x, y))))(x)
+
+        return jax.jit(lambda: (jax.vmap(product, (0, None))(rows, y), jax.jvp(gradient, (x,), (x,))))()
+
+    want = batch_and_curvature(lambda x, y: x @ (y if op is all_gather_matmul else y.T))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), batch_and_curvature(mapped), want)
+
+
+@pytest.mark.needs("4 devices")
 def test_sums_of_bfloat16_are_rounded_once():
     """The ring's sums travel in float32: eight devices add what one device adds, and round it once."""
     x, y = matrices(reduce_scatter_matmul, jnp.bfloat16)

@@ -104,6 +104,22 @@ def test_gradients_under_a_shard_map_of_the_caller(check_vma):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-5)
 
 
+def test_a_shard_map_of_the_caller_can_be_batched_and_be_in_a_checkpointed_scan():
+    mapped = jax.shard_map(call, mesh=ring(4), in_specs=P(None, "sp"), out_specs=P(None, "sp"))
+    arrays = [jnp.stack([x, 2 * x]) for x in ARRAYS]
+
+    def total(run, query):
+        body = jax.checkpoint(lambda total, x: (total + jnp.sum(run(*x) ** 2), None))
+        return jax.lax.scan(body, 0.0, (query, *arrays[1:]))[0]
+
+    def batched_and_graded(run):
+        function = lambda x: (jax.vmap(run)(*x), jax.grad(total, argnums=1)(run, x[0]))  # noqa: E731
+        return jax.jit(function, compiler_options=ring_calls.QUICK)(arrays)
+
+    for got, want in zip(batched_and_graded(mapped), batched_and_graded(flash), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-4)
+
+
 def test_ring_attention_under_pmap(want):
     parts = [x.reshape(x.shape[0], 4, T // 4, *x.shape[2:]).swapaxes(0, 1) for x in ARRAYS]
     got = jax.pmap(call, axis_name="sp", devices=jax.devices()[:4])(*parts)

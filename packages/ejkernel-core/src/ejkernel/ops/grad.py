@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from ejkernel import _compat
+from ejkernel._collective_calls import call_without_varying_axes
 from ejkernel.errors import NoImplementationError
 from ejkernel.ops.checkpoint_names import name_results
 from ejkernel.ops.config.chain import ConfigSelectorChain, Request
@@ -149,7 +150,7 @@ class CallPlan:
             return function(record, tangents, choice.config)
 
         with jax.named_scope(f"ejkernel.{self.op.name}.forward_mode.{choice.implementation.name}"):
-            return _compat.call_without_varying_axes(run, (record, vs))
+            return call_without_varying_axes(run, (record, vs))
 
     def differentiated(self, run: Any, choice: Choice, argument: Any) -> Any:
         """Runs a forward pass of a record, or a backward pass of a pullback, so that it can be differentiated again.
@@ -171,7 +172,7 @@ class CallPlan:
         # kernel is called without them.
         with jax.named_scope(f"ejkernel.{self.op.name}.{choice.direction}.{choice.implementation.name}"):
             function = choice.implementation.function(choice.direction)
-            return _compat.call_without_varying_axes(lambda argument: function(argument, choice.config), argument)
+            return call_without_varying_axes(lambda argument: function(argument, choice.config), argument)
 
     def backward(self, pullback: Pullback, choice: Choice) -> dict[str, Any]:
         """Runs the backward pass of a configured choice, and returns gradients by field name."""

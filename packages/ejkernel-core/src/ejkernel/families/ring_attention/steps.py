@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel import _compat
+from ejkernel._collective_calls import call_without_varying_axes
 from ejkernel.families.ring_attention.record import RingAttention, as_tiled_attention
 from ejkernel.families.ring_attention.schedule import (
     Ring,
@@ -193,7 +193,7 @@ def abstract_steps(record: RingAttention) -> tuple[TiledAttention, ...]:
         distances = ring.distances if ring_kind(record, ring) == "banded" else ring.distances[:1]
         return by_device, *(step_at_distance(record, ring, distance, travelling_keys).record for distance in distances)
 
-    return jax.eval_shape(lambda record: _compat.call_without_varying_axes(make, record), record)
+    return jax.eval_shape(lambda record: call_without_varying_axes(make, record), record)
 
 
 def _zigzag_step(record: RingAttention, before: jax.Array, travelling_keys: TravellingKeys) -> ZigzagStep:
