@@ -70,7 +70,7 @@ def test_supported_calls_are_served(options):
     ("given", "options", "sentence"),
     [
         ({"dtype": jnp.float32}, {}, "dtype float32 is not among bfloat16, float16"),
-        ({"size": 60}, {}, "head size 60, 60 is not in range(8, 257, 8)"),
+        ({"size": 60}, {}, "head size 60 is not in range(8, 257, 8)"),
         ({"value_size": 48}, {}, "value: got head size 48, wants that of query and key, 64"),
         ({"t": 1, "s": 1}, {}, "query: got one query and one key, cuDNN wants more"),
         ({}, {"sliding_window": 9}, "sliding_window: (9, 9) does not end at the query's own position"),

@@ -57,7 +57,7 @@ def test_supported_calls_are_served():
     ("changes", "sentence"),
     [
         ({"dtype": jnp.float32}, "dtype float32 is not among bfloat16, float16"),
-        ({"size": 264}, "head size 264, 264 is not in range(8, 257)"),
+        ({"size": 264}, "head size 264 is not in range(8, 257)"),
         ({"size": 60}, "query: got head dimension 60 and, of value, 60, the kernel reads multiples of 8"),
         ({"key_dtype": jnp.float32}, "key: got float32 and values of float32, the kernel reads the query's bfloat16"),
         ({"platform": "xla"}, "platform='xla' was asked for"),

@@ -219,7 +219,7 @@ WRONG = {
     "dense lengths": ((X[None],) * 3, {"cu_seqlens_q": CU}, r"cu_seqlens_q: got a value with layout 'bshd'"),
     "dense bound": ((X[None],) * 3, {"max_seqlens_q": 5}, r"max_seqlens_q: got 5, wants at least the 6 tokens"),
     "slopes": ((X, X, X), {**PACKED, "alibi_slopes": jnp.ones(2)}, r"alibi_slopes: got shape \(2,\), wants \[N=1, H="),
-    "bias": ((X[None],) * 3, {"b": jnp.ones((1, 2, 6, 5))}, r"b: got shape \(1, 2, 6, 5\), wants \[N=1\|1, H=2\|1"),
+    "bias": ((X[None],) * 3, {"b": jnp.ones((1, 2, 6, 5))}, r"b: got shape \(1, 2, 6, 5\), wants \[N=1, H=2 or 1"),
     "narrow bias": ((X, X, X), {**PACKED, "b": jnp.ones((1, 2, 6, 5))}, r"b: got 5 along one axis, wants 6"),
     "probability": ((X, X, X), {**PACKED, "dropout_p": 1.0}, r"dropout_p: got 1"),
     "causal": ((X, X, X), {**PACKED, "causal": 1}, r"causal: got int 1, wants True or False"),

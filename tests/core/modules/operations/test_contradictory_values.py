@@ -39,9 +39,14 @@ def changed(op, **values):
 
 def packed_mistakes():
     for op, (lens, starts) in PLACES.items():
-        yield op, changed(op, **{f"arg{lens}": [4, 3]}), {}, r"^kv_lens: got \[4, 3\], wants at least the query rows"
-        yield op, changed(op, **{f"arg{lens}": [7, 9]}), {}, r"^kv_lens: got \[7, 9\], wants at most 8 tokens: 2 pages"
-        wants = r"^query_start_loc: got \[{}\], wants starts from 0 to the 8 query rows that never decrease"
+        yield op, changed(op, **{f"arg{lens}": [4, 3]}), {}, r"^kv_lens: got \[4, 3\], wants at least as many tokens"
+        yield (
+            op,
+            changed(op, **{f"arg{lens}": [7, 9]}),
+            {},
+            r"^kv_lens: got \[7, 9\], wants at most 8 tokens: \w+ has 2 pages of 4",
+        )
+        wants = r"^query_start_loc: got \[{}\], wants starts from 0 to 8, the number of query rows, that never decrease"
         for bounds in ([0, 5, 9], [0, 5, 4], [-1, 4, 8]):
             said = wants.format(", ".join(f" ?{n}" for n in bounds))
             yield op, changed(op, **{f"arg{starts}": bounds}), {}, said

@@ -41,8 +41,14 @@ MISTAKES = {
     "no heads": ({"query": QUERY[:, :, :0]}, ["query", "(2, 8, 0, 16)", "H of at least 1"]),
     "no KV heads": ({"key": KEY[:, :, :0], "value": VALUE[:, :, :0]}, ["key", "(2, 6, 0, 16)", "Hk of at least 1"]),
     "no head size": ({"query": QUERY[..., :0], "key": KEY[..., :0]}, ["query", "(2, 8, 4, 0)", "D of at least 1"]),
-    "bias of three axes": ({"bias": jnp.ones((4, 8, 6))}, ["bias", "(4, 8, 6)", "[B=2|1, H=4|1, T=8|1, S=6|1]"]),
-    "bias transposed": ({"bias": jnp.ones((2, 4, 6, 8))}, ["bias", "(2, 4, 6, 8)", "[B=2|1, H=4|1, T=8|1, S=6|1]"]),
+    "bias of three axes": (
+        {"bias": jnp.ones((4, 8, 6))},
+        ["bias", "(4, 8, 6)", "[B=2 or 1, H=4 or 1, T=8 or 1,"],
+    ),
+    "bias transposed": (
+        {"bias": jnp.ones((2, 4, 6, 8))},
+        ["bias", "(2, 4, 6, 8)", "H=4 or 1, T=8 or 1, S=6 or 1]"],
+    ),
     "sinks of other heads": ({"softmax_aux": jnp.ones((3, 2))}, ["softmax_aux", "(3, 2)", "[H=4, num_sinks]"]),
     "sinks of three axes": ({"softmax_aux": jnp.ones((1, 4, 2))}, ["softmax_aux", "(1, 4, 2)", "[num_sinks]"]),
     "no sinks": ({"softmax_aux": jnp.ones((4, 0))}, ["softmax_aux", "(4, 0)", "num_sinks of at least 1"]),
@@ -76,19 +82,19 @@ MISTAKES = {
     "a mask for mask_info": ({"mask_info": jnp.ones((2, 1, 8, 6), bool)}, ["mask_info", "bool[2,1,8,6]", "a MaskInfo"]),
     "mask of other lengths": (
         {"mask_info": MaskInfo(_attention_mask=jnp.ones((2, 1, 6, 8), bool))},
-        ["mask_info.attention_mask", "(2, 1, 6, 8)", "[B=2|1, H=4|1, T=8|1, S=6|1]"],
+        ["mask_info.attention_mask", "(2, 1, 6, 8)", "[B=2 or 1, H=4 or 1, T=8 or 1, S=6 or 1]"],
     ),
     "segments of other lengths": (
         {"mask_info": MaskInfo.from_segments(jnp.zeros((2, 8), jnp.int32))},
-        ["mask_info.kv_segment_ids", "(2, 8)", "[B=2|1, S=6]"],
+        ["mask_info.kv_segment_ids", "(2, 8)", "[B=2 or 1, S=6]"],
     ),
     "segments of other rows": (
         {"mask_info": MaskInfo.from_segments(jnp.zeros((3, 8), jnp.int32), jnp.zeros((3, 6), jnp.int32))},
-        ["mask_info.q_segment_ids", "(3, 8)", "[B=2|1, T=8]"],
+        ["mask_info.q_segment_ids", "(3, 8)", "[B=2 or 1, T=8]"],
     ),
     "positions of one token": (
         {"mask_info": MaskInfo(q_positions=jnp.zeros((1, 1), jnp.int32))},
-        ["mask_info.q_positions", "(1, 1)", "[B=2|1, T=8]"],
+        ["mask_info.q_positions", "(1, 1)", "[B=2 or 1, T=8]"],
     ),
     # plain values
     "scale of an array": ({"softmax_scale": jnp.float32(1)}, ["softmax_scale", "float32[]", "a Python number"]),

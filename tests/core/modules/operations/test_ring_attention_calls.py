@@ -194,7 +194,7 @@ def test_errors_name_the_argument(name):
         ({"softmax_aux": jnp.zeros((3, 1))}, "softmax_aux: got shape"),
         (
             {"bias": jnp.zeros((2, 4, 32, 31))},
-            r"bias: got shape \(2, 4, 32, 31\), wants \[B=2\|1, H=4\|1, T=32",
+            r"bias: got shape \(2, 4, 32, 31\), wants \[B=2 or 1, H=4 or 1, T=32",
         ),
         ({"bias": jnp.zeros((2, 4, 32, 32), int)}, "bias: got dtype int32, wants a floating dtype"),
     ],

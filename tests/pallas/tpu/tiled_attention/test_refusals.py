@@ -38,7 +38,7 @@ def test_plain_calls_are_not_refused():
         ({"normalize_output": False}, "normalize_output is not handled"),
         ({"logits_dtype": jnp.dtype("bfloat16")}, "logits_dtype is not handled"),
         ({"dtype": "float16"}, "dtype float16 is not among bfloat16, float32"),
-        ({"size": 320}, "head size 320, 320 is not in range(1, 257)"),
+        ({"size": 320}, "head size 320 is not in range(1, 257)"),
         ({"length": 0}, "query is empty"),
         ({"length": 2**20}, "query: got 1048576 tile pairs, the kernels take at most 131072, which fit scalar memory"),
         ({"device": DeviceInfo(platform="cpu")}, "needs tpu, this is cpu"),

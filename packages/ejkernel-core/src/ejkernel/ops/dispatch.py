@@ -315,7 +315,7 @@ def _record_refusals(family: Family, requires: Requires, record: Any) -> Iterato
     if dtype not in requires.dtypes:
         yield f"dtype {dtype} is not among {', '.join(sorted(requires.dtypes))}"
     if requires.head_dims is not None:
-        bad = [d for d in family.head_dims(record) if d not in requires.head_dims]
+        bad = [d for d in dict.fromkeys(family.head_dims(record)) if d not in requires.head_dims]
         if bad:
             yield f"head size {', '.join(map(str, bad))} is not in {requires.head_dims}"
     for name in non_default_fields(record):

@@ -190,7 +190,7 @@ def _check_parameters(name: str, function: Any, parameters: tuple[str, ...]) -> 
         signature.bind(*parameters)
     except TypeError:
         wants = ", ".join(parameters)
-        raise ValueError(f"{name}: got a function of {signature}, wants one of ({wants})") from None
+        raise ValueError(f"{name}: got a function of {signature}, wants a function of ({wants})") from None
 
 
 def _as_dtype_of(variable: Any, x: Any) -> Any:

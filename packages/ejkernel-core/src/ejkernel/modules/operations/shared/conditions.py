@@ -16,8 +16,7 @@ def have_ranks(args: Any, **ranks: int) -> bool:
 
 
 def cumulative_length_conditions(name: str, lengths: Any, rows: int, size: int) -> Iterable[Condition]:
-    """Yields cumulative lengths start at 0, never decrease, and end within `size` tokens (each within it where rows >
-    1).
+    """Yields that cumulative lengths start at 0, never decrease, and end within `size` tokens; each step with rows > 1.
 
     The argument record checks values that can be read, by `shapes.check_cumulative_lengths`.
     """
@@ -186,9 +185,9 @@ def paged_batch_conditions(call: PagedBatch) -> Iterable[Condition]:
         return xp.all(_sequences_not_live(xp, sequences, live_counts) | (tokens <= capacity))
 
     up_to = f" up to the live sequences of {call.num_live[0]}" if call.num_live else ""
-    wants = f"starts from 0 to the {call.rows} query rows that never decrease{up_to}"
+    wants = f"starts from 0 to {call.rows}, the number of query rows, that never decrease{up_to}"
     yield Condition(name=start_name, arrays=(starts, *live), holds=starts_in_order, wants=wants)
-    wants = f"at least the query rows that {start_name} gives each sequence: they are its newest tokens"
+    wants = f"at least as many tokens as query rows by {start_name}, for each sequence: these are its newest tokens"
     yield Condition(name=length_name, arrays=(lengths, starts, *live), holds=covers_query_rows, wants=wants)
     wants = f"at most {capacity} tokens: {table_name} has {entries} pages of {call.page_size}"
     yield Condition(name=length_name, arrays=(lengths, *live), holds=fits_page_tables, wants=wants)
@@ -245,9 +244,8 @@ def shared_prefix_conditions(
         return (count >= 0) & (count <= table_capacity) & xp.all(idle | (count <= tokens - rows))
 
     wants = (
-        f"a number of tokens from 0 to the {table_capacity} of a table, "
-        f"and at most the {lengths[0]} of every sequence less "
-        "its query rows"
+        f"0 to {table_capacity} tokens, which the pages of a table hold, and at most {lengths[0]} minus the query rows "
+        "of each sequence"
     )
     yield Condition(name="shared_prefix", arrays=(prefix_length, *arrays, *counts), holds=prefix_fits, wants=wants)
 

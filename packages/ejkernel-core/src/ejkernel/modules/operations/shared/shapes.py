@@ -40,9 +40,14 @@ def check_shape(name: str, array: Any, axes: str, sizes: dict[str, int], *, broa
 
 
 def describe_axes(names: list[str], sizes: Mapping[str, int], broadcast: list[str]) -> str:
-    """Returns axes in words, such as `[B=2, T=8, H, D]`, with `|1` where broadcasting is allowed."""
-    known = (f"{axis}={sizes[axis]}" if axis in sizes else axis for axis in names)
-    return f"[{', '.join(f'{text}|1' if axis in broadcast else text for axis, text in zip(names, known, strict=True))}]"
+    """Returns axes in words, such as `[B=2, T=8, H=4 or 1, D]`: with `or 1` where broadcasting is allowed."""
+
+    def describe(axis: str) -> str:
+        size = sizes.get(axis)
+        text = axis if size is None else f"{axis}={size}"
+        return f"{text} or 1" if axis in broadcast and size != 1 else text
+
+    return f"[{', '.join(map(describe, names))}]"
 
 
 def check_not_empty(name: str, array: Any, axes: str, checked_axes: str) -> None:
