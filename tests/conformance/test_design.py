@@ -6,7 +6,7 @@ from ejkernel.ops.plugins import registry
 from ejkernel_conformance import design
 from ejkernel_conformance.subjects import Subject
 
-OTHERS = ("test_value", "test_gradients", "test_determinism", "test_shapes")
+OTHERS = ("test_value", "test_gradients", "test_residuals", "test_shapes")
 TRANSFORMS = (*OTHERS, *design.IN_ROTATION)
 
 

@@ -94,11 +94,11 @@ def chosen_of_second(items, costs, first=()):
 def test_the_second_command_thins_what_is_expensive_and_runs_all_else():
     """Whatever was left by the first command ran there, and `.ci/run` took 53 minutes."""
     values = [{"case": n} for n in range(50)]
-    assert selection.SECONDS_IN_FULL == 2.0
+    assert selection.SECONDS_IN_FULL == 1.0
     for items, costs, num_tests in (
         (fake_tests("a.py::test_unknown", values), {}, 50),
-        (fake_tests("a.py::test_cheap", values), {"a.py::test_cheap": 0.04}, 50),
-        (fake_tests("a.py::test_dear", values), {"a.py::test_dear": 1.0}, 10),
+        (fake_tests("a.py::test_cheap", values), {"a.py::test_cheap": 0.02}, 50),
+        (fake_tests("a.py::test_dear", values), {"a.py::test_dear": 0.5}, 10),
         (fake_tests("a.py::test_dearest", values), {"a.py::test_dearest": 400.0}, 1),
         (fake_tests("a.py::test_suite", values, "whole"), {"a.py::test_suite": 400.0}, 50),
     ):
@@ -118,12 +118,12 @@ def test_the_second_command_prefers_values_then_pairs_and_spreads_over_cases():
     for values in every:  # one list is one value, as pytest hands it to all tests of a product
         values["case"] = cases[values["case"][0]]
     items = fake_tests("a.py::test_compiles", every)
-    chosen = [every[n] for n in chosen_of_second(items, {"a.py::test_compiles": 2.0})]
+    chosen = [every[n] for n in chosen_of_second(items, {"a.py::test_compiles": 1.0})]
     assert len(chosen) == 4
     assert {values["chip"] for values in chosen} == set(chips)
     assert sorted(values["case"] for values in chosen) == cases
     many = fake_tests("a.py::test_many", [{"case": n} for n in range(100)])
-    numbers = sorted(chosen_of_second(many, {"a.py::test_many": 2.0}))
+    numbers = sorted(chosen_of_second(many, {"a.py::test_many": 1.0}))
     assert len(numbers) == 10
     assert max(b - a for a, b in pairwise([0, *numbers, 99])) <= 20
 

@@ -46,6 +46,7 @@ PARTS = {
 }
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("part", PARTS)
 def test_conformance(part):
     operations, selection = PARTS[part]

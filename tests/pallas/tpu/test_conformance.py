@@ -24,6 +24,7 @@ PARTS = {
 }
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("part", PARTS)
 def test_conformance(part):
     ops, tests = PARTS[part]

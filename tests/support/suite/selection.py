@@ -38,7 +38,7 @@ from suite.mutants import FIRST, THOROUGH, read_outcomes
 COSTS_FILE = Path(__file__).with_name("costs.json")
 CHEAP_SECONDS = 0.12
 BUDGET_SECONDS = 240.0
-SECONDS_IN_FULL = 2.0
+SECONDS_IN_FULL = 1.0
 GOLDEN_RATIO = 0.6180339887
 LONG_TEST_SECONDS = 5.0
 

@@ -10,10 +10,9 @@ In the first, appear at least once, each where some test has it:
 
 In the stronger one, in addition:
 
-- each implementation on each case, in a value, a gradient, and whatever runs the programs of these two again;
+- each implementation on each case, in a value, a gradient, and each other transform that is not `IN_ROTATION`;
 - each pair of handled arguments with each transform;
-- each implementation on each case under `TRANSFORMS_PER_CASE` of the transforms that compile programs of their own,
-  which the cases get in turn.
+- each implementation on each case under `TRANSFORMS_PER_CASE` of those that are, which the cases get in turn.
 """
 
 from collections import defaultdict
@@ -40,8 +39,10 @@ IN_ROTATION = (
     "test_request_gradients",
     "test_padding",
     "test_padding_gradients",
+    "test_determinism",
+    "test_gradient_determinism",
 )
-"""The transforms that compile programs which a case's value and gradients do not need."""
+"""The transforms that compile programs which a case's value and gradients do not need, or run those again."""
 
 TRANSFORMS_PER_CASE = 2
 """In how many of these transforms the stronger design has each implementation on each case."""
