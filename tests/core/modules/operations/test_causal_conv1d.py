@@ -148,7 +148,7 @@ X, WEIGHT = jnp.ones((2, 5, 3)), jnp.ones((3, 4))
         ({"weight": jnp.ones((3, 9))}, "W from 2 to 8"),
         ({"bias": jnp.ones(4)}, r"bias: got shape \(4,\), wants \[I=3\]"),
         ({"initial_state": jnp.ones((2, 3, 5))}, r"initial_state: got shape \(2, 3, 5\), wants \[B=2, I=3, W-1=3\]"),
-        ({"state_indices": jnp.array([0, 1])}, "state_indices: got an array without initial_state"),
+        ({"state_indices": jnp.array([0, 1])}, "state_indices: got a value without initial_state"),
         ({"state_indices": jnp.array([0]), "initial_state": jnp.ones((4, 3, 3))}, r"state_indices: got shape \(1,\)"),
         ({"state_indices": jnp.array([2, 2]), "initial_state": jnp.ones((4, 3, 3))}, "wants different slots"),
         ({"cu_seqlens": jnp.array([0, 5])}, "cu_seqlens: got a value with 2 rows"),

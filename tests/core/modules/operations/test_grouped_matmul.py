@@ -247,7 +247,7 @@ LHS, RHS, SIZES = jnp.zeros((8, 6)), jnp.zeros((2, 6, 4)), jnp.array([3, 5])
         ((LHS, RHS.astype(jnp.int8), SIZES), {}, "rhs: got .*int8 without rhs_scale, wants a floating dtype"),
         ((LHS, RHS, SIZES[:1]), {}, r"group_sizes: got shape \(1,\), wants \[E=2\]"),
         ((LHS, RHS, SIZES.astype(float)), {}, "group_sizes: got dtype float32, wants an integer dtype"),
-        ((LHS, RHS, SIZES, jnp.array([0, 1])), {}, "group_offset: got an array .*, wants an integer"),
+        ((LHS, RHS, SIZES, jnp.array([0, 1])), {}, "group_offset: got an array .*, wants an int"),
         ((LHS, RHS, SIZES, None, jnp.zeros((8, 5))), {}, r"existing_out: got shape \(8, 5\), wants \[M=8, N=4\]"),
         ((LHS, RHS, SIZES), {"rhs_bias": jnp.zeros((2, 4))}, r"rhs_bias: got shape \(2, 4\), wants \[E=2, 1=1, N=4\]"),
         (

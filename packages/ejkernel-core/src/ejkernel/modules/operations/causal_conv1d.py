@@ -153,7 +153,7 @@ def _check_states(args: CausalConv1dArguments, sizes: dict[str, int]) -> None:
     rows, state, indices = "B" if args.cu_seqlens is None else "N", args.initial_state, args.state_indices
     if indices is not None:
         if state is None:
-            raise ValueError("state_indices: got an array without initial_state, wants both or neither")
+            raise ValueError("state_indices: got a value without initial_state, wants both or neither")
         check_shape("state_indices", indices, rows, sizes)
         check_dtype("state_indices", indices, jnp.integer, "an integer dtype")
         rows = "slots"

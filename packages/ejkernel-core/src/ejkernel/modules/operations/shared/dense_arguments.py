@@ -24,7 +24,7 @@ def check_relative_bias(args: Any, sizes: dict[str, int]) -> None:
     if placed or args.cum_seqlens_k is not None:
         other = f"mask_info.{placed[0]}" if placed else "cum_seqlens_k"
         raise ValueError(
-            f"relative_bias: got an array with {other}, wants only one of them: it is indexed by distances of indices, "
+            f"relative_bias: got a value with {other}, wants only one of them: it is indexed by distances of indices, "
             "not of positions"
         )
 
