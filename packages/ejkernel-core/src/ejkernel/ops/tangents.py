@@ -26,7 +26,7 @@ from jax.custom_derivatives import SymbolicZero
 from ejkernel.errors import NoImplementationError
 from ejkernel.ops.checkpoint_names import name_results
 from ejkernel.ops.dispatch import Choice, with_first_chosen
-from ejkernel.ops.linear_maps import FirstOrder, Leaves, SecondOrder, is_floating, replaced
+from ejkernel.ops.linear_maps import FirstOrder, Leaves, SecondOrder, is_floating, replace_leaves
 from ejkernel.ops.model import Implementation
 from ejkernel.ops.second import run_refusing_derivatives
 from ejkernel.promotion import with_standard_promotion
@@ -54,24 +54,24 @@ def forward_results(plan: Any, fields: frozenset[str], record: Any) -> ForwardRe
 def _results_jvp(
     plan: Any, fields: frozenset[str], primals: tuple[Any], tangents: tuple[Any]
 ) -> tuple[ForwardResults, ForwardResults]:
-    (record,), (moved_record,) = primals, tangents
+    (record,), (record_tangents,) = primals, tangents
     xs, structure = jax.tree.flatten(record)
-    vs = jax.tree.leaves(moved_record)
-    moved = tuple(
+    vs = jax.tree.leaves(record_tangents)
+    perturbed = tuple(
         i for i, (x, v) in enumerate(zip(xs, vs, strict=True)) if is_floating(x) and not isinstance(v, SymbolicZero)
     )
-    call = TangentCall(plan, structure, moved)
+    call = TangentCall(plan, structure, perturbed)
     _check_fields(plan, call.fields(record))
     call = dataclasses.replace(call, config=_paired_config(plan, record, call.fields(record)))
     shapes = jax.eval_shape(lambda record: plan.forward(record)[:2], record)
     # Pallas comes with `jax.extend`; only forward mode imports it.
     from ejkernel.ops.tangent_primitives import bind_results_and_tangents
 
-    leaves, changes = bind_results_and_tangents(call, xs, [vs[i] for i in moved], jax.tree.leaves(shapes))
+    leaves, result_tangents = bind_results_and_tangents(call, xs, [vs[i] for i in perturbed], jax.tree.leaves(shapes))
     results = ForwardResults(*jax.tree.unflatten(jax.tree.structure(shapes), leaves))
-    remaining = iter(changes)
-    spread = [next(remaining) if is_floating(x) else _zero_tangent(x) for x in leaves]
-    output, residuals = jax.tree.unflatten(jax.tree.structure(shapes), spread)
+    remaining = iter(result_tangents)
+    tangents_of_leaves = [next(remaining) if is_floating(x) else _zero_tangent(x) for x in leaves]
+    output, residuals = jax.tree.unflatten(jax.tree.structure(shapes), tangents_of_leaves)
     if fields:  # with the private residuals that the backward pass of a paired kernel reads
         results = forward_results(plan, fields, record)
     return results, ForwardResults(output, residuals, jax.tree.map(_zero_tangent, results.private_residuals))
@@ -84,38 +84,38 @@ forward_results.defjvp(_results_jvp, symbolic_zeros=True)
 class TangentCall:
     """A call whose record has tangents, as functions of flat lists of arrays.
 
-    `xs` are the leaves of the record, and `vs` the tangents of the leaves in `moved`. The leaves of results are those
-    of output and residuals.
+    `xs` are the leaves of the record, and `vs` the tangents of the leaves in `perturbed`. The leaves of results are
+    those of output and residuals.
 
     Attributes:
         plan: The `CallPlan`.
         structure: Tree structure of the record.
-        moved: Indices of the leaves with tangents.
+        perturbed: Indices of the leaves with tangents.
         config: The configuration of both passes of a paired implementation; None for others.
     """
 
     plan: Any
     structure: Any
-    moved: tuple[int, ...]
+    perturbed: tuple[int, ...]
     config: Any = None
 
-    def with_moved(self, moved: tuple[int, ...]) -> "TangentCall":
+    def with_perturbed(self, perturbed: tuple[int, ...]) -> "TangentCall":
         """Returns the same call with tangents of other leaves."""
-        return dataclasses.replace(self, moved=moved)
+        return dataclasses.replace(self, perturbed=perturbed)
 
     @property
-    def without_shared_batches(self) -> "TangentCall":
+    def without_tangent_batch_axes(self) -> "TangentCall":
         """Returns the call without the batch axes that only tangents have: there is none."""
         return self
 
-    def expand(self, i: int, u: jax.Array) -> jax.Array:
+    def expand_tangent(self, i: int, u: jax.Array) -> jax.Array:
         """Returns a tangent of leaf i with every batch axis: there is none."""
         return u
 
     def fields(self, record: Any) -> frozenset[str]:
         """Returns the record fields with tangents."""
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(record)]
-        return frozenset(paths[i][0].name for i in self.moved)
+        return frozenset(paths[i][0].name for i in self.perturbed)
 
     def forward(self, xs: Leaves) -> ForwardResults:
         """Returns the results of the chosen forward pass, with the residuals of a backward pass."""
@@ -145,26 +145,28 @@ class TangentCall:
         run = self.plan.op.family.reference if choice is None else functools.partial(self.plan.forward, choice=choice)
         xs = jax.tree.leaves(record)
         return jax.jvp(
-            lambda some: tuple(run(jax.tree.unflatten(self.structure, replaced(xs, self.moved, some)))[:2]),
-            ([xs[i] for i in self.moved],),
+            lambda perturbed_leaves: tuple(
+                run(jax.tree.unflatten(self.structure, replace_leaves(xs, self.perturbed, perturbed_leaves)))[:2]
+            ),
+            ([xs[i] for i in self.perturbed],),
             (vs,),
         )
 
     def _tangents_by_field(self, record: Any, vs: Leaves) -> dict[str, Any]:
         leaves = [_zero_tangent(x) for x in jax.tree.leaves(record)]
-        moved = jax.tree.unflatten(self.structure, replaced(leaves, self.moved, vs))
-        return {name: getattr(moved, name) for name in sorted(self.fields(record))}
+        tangents = jax.tree.unflatten(self.structure, replace_leaves(leaves, self.perturbed, vs))
+        return {name: getattr(tangents, name) for name in sorted(self.fields(record))}
 
     def linear_map(self, results: ForwardResults) -> FirstOrder:
         """Returns the map from `vs` to the tangents of `results`, which the forward pass has returned."""
         return FirstOrder(self, self.structure.num_leaves, jax.tree.structure(results))
 
-    def second_order(self, moved: tuple[int, ...]) -> SecondOrder:
-        """Returns the map of second derivatives along `vs` and along tangents of the leaves `moved`."""
-        return SecondOrder(self, self.structure.num_leaves, moved)
+    def second_order(self, perturbed: tuple[int, ...]) -> SecondOrder:
+        """Returns the map of second derivatives along `vs` and along tangents of the leaves `perturbed`."""
+        return SecondOrder(self, self.structure.num_leaves, perturbed)
 
     def backward(self, xs: Leaves, results: ForwardResults, cotangents: Leaves) -> Leaves:
-        """Returns the gradients of the moved leaves.
+        """Returns the gradients of the perturbed leaves.
 
         Args:
             xs: The leaves of the record.
@@ -185,7 +187,7 @@ class TangentCall:
         with forward_mode():
             gradients = _gradients(plan, backward, pullback)
         leaves = self.structure.flatten_up_to(dataclasses.replace(record, **gradients))
-        return [leaves[i] for i in self.moved]
+        return [leaves[i] for i in self.perturbed]
 
 
 def tangent_choice(plan: Any, record: Any, fields: frozenset[str]) -> Choice | None:
@@ -206,16 +208,16 @@ def tangent_choice(plan: Any, record: Any, fields: frozenset[str]) -> Choice | N
     if choice.implementation is None:
         raise NoImplementationError(choice)
     for verdict in choice.verdicts:
-        if verdict.status != "refused" and _gives_tangents(plan, verdict.implementation, record, fields):
-            found = dataclasses.replace(choice, verdicts=with_first_chosen((verdict,)))
+        if verdict.status != "refused" and _can_compute_tangents(plan, verdict.implementation, record, fields):
+            tangents_from = dataclasses.replace(choice, verdicts=with_first_chosen((verdict,)))
             # The `cfg` of the call is for the kernel that dispatch has chosen.
             if verdict.implementation != choice.implementation:
                 plan = dataclasses.replace(plan, cfg=None)
-            return plan.choice_with_config(found, record)
+            return plan.choice_with_config(tangents_from, record)
     return _xla_choice(plan, record, "forward", frozenset())
 
 
-def _gives_tangents(plan: Any, implementation: Implementation, record: Any, fields: frozenset[str]) -> bool:
+def _can_compute_tangents(plan: Any, implementation: Implementation, record: Any, fields: frozenset[str]) -> bool:
     """Returns whether tangents of the fields can come from an implementation that serves the record."""
     if implementation.platform == "xla":
         return True
@@ -277,14 +279,14 @@ def _kernel_gradients_jvp(
     plan: Any, choice: Any, primals: tuple[Pullback], tangents: tuple[Pullback]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Computes tangents by XLA's backward pass, which does not need a kernel's private residuals."""
-    (pullback,), (moved,) = primals, tangents
+    (pullback,), (pullback_tangents,) = primals, tangents
     xla = _xla_choice(plan, pullback.record, "backward", pullback.grad_fields)
     if xla is None:
         name = choice.implementation.name
         raise NotImplementedError(f"{plan.op.name} has no second derivative by {name}, and none by XLA")
-    at, along = (dataclasses.replace(each, private_residuals=None) for each in (pullback, moved))
+    primal, direction = (dataclasses.replace(each, private_residuals=None) for each in (pullback, pullback_tangents))
     run = functools.partial(_derivable_gradients, plan, xla)
-    return _kernel_gradients(plan, choice, pullback), jax.jvp(run, (at,), (along,))[1]
+    return _kernel_gradients(plan, choice, pullback), jax.jvp(run, (primal,), (direction,))[1]
 
 
 def _split_cotangents(plan: Any, results: ForwardResults, cotangents: Leaves) -> tuple[Any, Any]:
@@ -295,14 +297,14 @@ def _split_cotangents(plan: Any, results: ForwardResults, cotangents: Leaves) ->
     """
     remaining = iter(cotangents)
     tree = (results.output, results.residuals)
-    spread = [next(remaining) if is_floating(x) else None for x in jax.tree.leaves(tree)]
+    tangents_of_leaves = [next(remaining) if is_floating(x) else None for x in jax.tree.leaves(tree)]
     count = len(jax.tree.leaves(results.output))
     output = [
         x if x is not None else (jnp.zeros_like(leaf) if is_floating(leaf) else _zero_tangent(leaf))
-        for x, leaf in zip(spread[:count], jax.tree.leaves(results.output), strict=True)
+        for x, leaf in zip(tangents_of_leaves[:count], jax.tree.leaves(results.output), strict=True)
     ]
     paths = jax.tree_util.tree_leaves_with_path(results.residuals)
-    residuals = {jax.tree_util.keystr(path): x for (path, _), x in zip(paths, spread[count:], strict=True)}
+    residuals = {jax.tree_util.keystr(path): x for (path, _), x in zip(paths, tangents_of_leaves[count:], strict=True)}
     lse = residuals.pop(".lse", None) if plan.returns_lse else None
     if any(x is not None for x in residuals.values()):
         raise NotImplementedError(f"{plan.op.name}: this derivative needs a `second_derivatives` block too")
