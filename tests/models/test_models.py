@@ -7,6 +7,7 @@ VALUE, GRADIENT = 2e-5, 5e-5
 """Float32 sums in another order differ by about this much of the largest entry."""
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("function", "family"), [(name, family) for name in CHECKS for family in having(name)])
 def test_recipe_computes_what_the_original_layer_does(function: str, family: str) -> None:
     for name, (got, want) in CHECKS[function](family).items():

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 BACKEND = """
 import dataclasses
 from ejkernel.ops import hookimpl
@@ -34,6 +36,7 @@ def test_typos_in_declarations_are_found_without_a_call(run, install):
     assert {one["name"]: len(one["problems"]) for one in plugins if one["problems"]} == {"typing_backend": 3}
 
 
+@pytest.mark.usefixtures("traced_cases")
 def test_a_plugin_with_the_name_of_a_built_in_implementation_evicts_nothing(run, install):
     install("clashing_backend", CLASH)
     sentence = "implementation 'xla' of clashing_backend is named 'clashing_backend:xla', because ejkernel-xla has an"

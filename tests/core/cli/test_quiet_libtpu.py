@@ -33,6 +33,7 @@ def libtpu(monkeypatch):
     return module, seen
 
 
+@pytest.mark.usefixtures("traced_cases")
 @pytest.mark.parametrize(
     "command",
     [
