@@ -46,6 +46,7 @@ def differentiable_names(op, args, output):
     return names
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("op", operations.OPS, ids=lambda op: op.name)
 def test_shapes_of_results_and_gradients_ignore_the_callers_promotion_settings(op):
     for case in fullest_of_each_dtype(op):

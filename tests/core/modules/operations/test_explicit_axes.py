@@ -48,6 +48,7 @@ def splits(op, args):
 
 
 @needs_two_devices
+@pytest.mark.whole
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_every_operation_and_its_gradients_follow_explicit_axes(op):
     """Traced alone; the devices' parts are compiled as those of a call with `mesh=`."""

@@ -29,6 +29,7 @@ def mesh(devices):
     return jax.make_mesh((devices,), ("rows",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_every_operation_and_its_gradients_are_traced(op):
     """With one array that varies over devices, and all others the same on every one."""

@@ -77,6 +77,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", sorted(set(registry().ops) - OTHERS))
 def test_float32_keeps_its_digits_unless_the_caller_lowers_them(name):
     op = registry().ops[name]
