@@ -74,7 +74,7 @@ def test_costs_are_those_of_tests_that_exist_each_once():
     assert sorted(set(names) - defined) == []
 
 
-def fake_tests(function, parameters, *marks):
+def fake_tests(function, parameters, *marks, need=None):
     """Tests of a function, one for each dictionary of values of parameters."""
     return [
         SimpleNamespace(
@@ -82,6 +82,7 @@ def fake_tests(function, parameters, *marks):
             path=Path(function.partition("::")[0]),
             callspec=SimpleNamespace(params=values),
             get_closest_marker=lambda name: name in marks or None,
+            iter_markers=lambda name: [SimpleNamespace(args=(need,))] if need else [],
         )
         for number, values in enumerate(parameters)
     ]
@@ -100,6 +101,7 @@ def test_the_second_command_thins_what_is_expensive_and_runs_all_else():
         (fake_tests("a.py::test_cheap", values), {"a.py::test_cheap": 0.02}, 50),
         (fake_tests("a.py::test_dear", values), {"a.py::test_dear": 0.5}, 10),
         (fake_tests("a.py::test_dearest", values), {"a.py::test_dearest": 400.0}, 1),
+        (fake_tests("a.py::test_compiles", values, need="libtpu"), {"a.py::test_compiles": 0.5}, 20),
         (fake_tests("a.py::test_suite", values, "whole"), {"a.py::test_suite": 400.0}, 50),
     ):
         chosen = chosen_of_second(items, costs)

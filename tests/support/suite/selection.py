@@ -39,6 +39,8 @@ COSTS_FILE = Path(__file__).with_name("costs.json")
 CHEAP_SECONDS = 0.12
 BUDGET_SECONDS = 240.0
 SECONDS_IN_FULL = 1.0
+SECONDS_IN_FULL_ELSEWHERE = 4.0
+"""The same, of tests that need what the first command does not install: nothing of them ran there."""
 GOLDEN_RATIO = 0.6180339887
 LONG_TEST_SECONDS = 5.0
 
@@ -125,16 +127,18 @@ def choose_tests_of_second_command(
     for function, indices in by_function.items():
         done = (first | chosen) & set(indices)
         left = [index for index in indices if index not in done]
-        num_tests = _num_tests_of_both_commands(len(indices), costs.get(function, 0.0)) - len(done)
+        elsewhere = needs.is_left_to_other_commands(items[indices[0]])
+        in_full = SECONDS_IN_FULL_ELSEWHERE if elsewhere else SECONDS_IN_FULL
+        num_tests = _num_tests_of_both_commands(len(indices), costs.get(function, 0.0), in_full) - len(done)
         chosen.update(left[n] for n in _spread([items[n] for n in left], [items[n] for n in done])[: max(0, num_tests)])
     return chosen - first
 
 
-def _num_tests_of_both_commands(num_tests: int, seconds_each: float) -> int:
+def _num_tests_of_both_commands(num_tests: int, seconds_each: float, seconds_in_full: float) -> int:
     """How many tests of a function both commands run together."""
-    if num_tests * seconds_each <= SECONDS_IN_FULL:
+    if num_tests * seconds_each <= seconds_in_full:
         return num_tests
-    return max(1, int(math.sqrt(SECONDS_IN_FULL * num_tests / seconds_each)))
+    return max(1, int(math.sqrt(seconds_in_full * num_tests / seconds_each)))
 
 
 def _spread(items: Sequence[pytest.Item], done: Sequence[pytest.Item]) -> list[int]:
