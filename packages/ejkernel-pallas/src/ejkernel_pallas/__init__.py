@@ -18,6 +18,7 @@ from ejkernel_pallas.tpu import cross_entropy as tpu_cross_entropy
 from ejkernel_pallas.tpu import grouped_matmul as tpu_grouped_matmul
 from ejkernel_pallas.tpu import latent_attention as tpu_latent_attention
 from ejkernel_pallas.tpu import lightning_indexer as tpu_lightning_indexer
+from ejkernel_pallas.tpu import lightning_indexer_decode as tpu_lightning_indexer_decode
 from ejkernel_pallas.tpu import linear_recurrence as tpu_linear_recurrence
 from ejkernel_pallas.tpu import paged_attention as tpu_paged_attention
 from ejkernel_pallas.tpu import quantized_matmul as tpu_quantized_matmul
@@ -51,5 +52,6 @@ def ejkernel_implementations() -> tuple[Implementation, ...]:
         *tpu_latent_attention.implementations(),
         *tpu_cross_entropy.implementations(),
         *tpu_lightning_indexer.implementations(),
+        *tpu_lightning_indexer_decode.implementations(),
         *tpu_token_sparse_attention.implementations(),
     )

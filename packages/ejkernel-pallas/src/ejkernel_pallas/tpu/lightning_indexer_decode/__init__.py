@@ -1,0 +1,83 @@
+"""The decode step of the lightning indexer in Mosaic TPU: one to a few queries per request, keys dense or in pages.
+
+The requirements and limits of the kernel are data in this module, so Pallas is not imported before a call.
+"""
+
+from collections.abc import Iterable
+
+from ejkernel.families.lightning_indexer import FAMILY, LightningIndexer
+from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel_pallas.tpu.lightning_indexer_decode import config
+from ejkernel_pallas.tpu.mosaic.vectors import LANES
+from ejkernel_pallas.tpu.requirements import make_mosaic_tpu_implementation, tpu_requires
+
+HANDLES = frozenset({"block_tables", "key_scales", "rectify"})
+MAX_QUERIES = 8
+"""The most queries per batch row: each is selected for separately."""
+MAX_HEADS = 256
+"""The most heads: all products of a query with some keys are in VMEM."""
+MAX_TOP_K = 4096
+"""The most keys that are sorted in VMEM."""
+MAX_KEYS = 2**23
+"""The most keys of a row: the number of 128 keys, of which a key is, has two bytes."""
+MAX_SMEM_WORDS = 2**17
+"""The most words of tables and ranges of keys in scalar memory."""
+
+
+def _refusal_reasons(record: LightningIndexer) -> Iterable[str]:
+    """Yields the reasons to refuse a record that `Requires` cannot express."""
+    tokens, heads = record.query.shape[1:3]
+    if tokens > MAX_QUERIES:
+        yield f"query: got {tokens} queries per row, the kernel takes at most {MAX_QUERIES}"
+    if heads > MAX_HEADS:
+        yield f"query: got {heads} heads, the kernel takes at most {MAX_HEADS}"
+    if record.top_k > MAX_TOP_K:
+        yield f"top_k: got {record.top_k}, the kernel selects at most {MAX_TOP_K}"
+    yield from _page_refusal_reasons(record)
+    yield from _memory_refusal_reasons(record)
+
+
+def _page_refusal_reasons(record: LightningIndexer) -> Iterable[str]:
+    """Yields the reasons to refuse pages that are not whole tiles of memory."""
+    if record.block_tables is None:
+        return
+    slots, tile_rows = record.key.shape[1], 32 // record.key.dtype.itemsize
+    if slots < 1 or slots % tile_rows or (slots % LANES and LANES % slots):
+        yield (
+            f"key: got pages of {slots} slots of {record.key.dtype.name}; wants a multiple of {tile_rows} that divides "
+            f"{LANES}, or a multiple of {LANES}"
+        )
+    if slots > config.MAX_PAGE_SLOTS:
+        yield f"key: got pages of {slots} slots, the kernel takes at most {config.MAX_PAGE_SLOTS}"
+    if record.key.shape[2] % LANES:
+        yield f"key: got pages of keys of {record.key.shape[2]} channels; wants a multiple of {LANES}"
+
+
+def _memory_refusal_reasons(record: LightningIndexer) -> Iterable[str]:
+    """Yields the reasons to refuse a record that does not fit VMEM or scalar memory."""
+    keys, smallest = config.num_keys(record), config.smallest_config(record)
+    if keys > MAX_KEYS:
+        yield f"key: got {keys} keys per row, the kernel takes at most {MAX_KEYS}"
+    elif (needed := config.vmem_bytes(record, smallest.block_k)) > config.MAX_VMEM_BYTES:
+        yield f"key: got {needed} bytes of VMEM for {keys} keys per row, the kernel takes {config.MAX_VMEM_BYTES}"
+    if (words := config.smem_words(record, smallest.block_k)) > MAX_SMEM_WORDS:
+        yield f"query: got {words} words of tables in scalar memory, the kernel takes {MAX_SMEM_WORDS}"
+
+
+def implementations() -> tuple[Implementation, ...]:
+    """Returns the implementation; its gradients are XLA's.
+
+    It comes before XLA's program for all calls that it serves: on v5e, the estimates are in docs/lab/tpu_kernels.md.
+    """
+    return (
+        make_mosaic_tpu_implementation(
+            FAMILY,
+            ConfigSpace.of(config, forward=config.TpuIndexerDecodeTiles),
+            tpu_requires(supported_fields=HANDLES, refusal_reasons=_refusal_reasons, head_dims=range(1, 257)),
+            folder="lightning_indexer_decode",
+            backward=False,
+            name="mosaic_tpu_decode",
+            cases="ejkernel_pallas.tpu.lightning_indexer_decode.cases:cases",
+            priority=20,
+        ),
+    )

@@ -1,0 +1,87 @@
+"""The TPU kernel of the indexer's decode step compared with the family's meaning, and simulated with races detected."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tpu_races import found
+from tpu_records import interpreted, simulated
+
+from ejkernel.families.lightning_indexer import LightningIndexer, reference
+from ejkernel_pallas.tpu.lightning_indexer_decode import config, implementations
+from ejkernel_pallas.tpu.lightning_indexer_decode.config import TpuIndexerDecodeTiles
+from ejkernel_pallas.tpu.lightning_indexer_decode.forward import forward
+
+TILES = TpuIndexerDecodeTiles(block_k=1024)
+
+
+def record(shape=(2, 1, 3000, 9, 16), dtype="float32", key_dtype=None, slots=0, window=None, **fields):
+    """A record of (B, T, S, H, D) with multiples of 1/4, so that scores are exact, and causal ranges of keys; over pages
+    of `slots` tokens in a random order if there are any.
+    """
+    b, t, s, h, d = shape
+    random = np.random.default_rng(3)
+
+    def quarters(*size):
+        return np.clip(np.round(4 * random.normal(size=size)), -8, 8) / 4
+
+    ends = np.arange(t) + random.integers(t, s - t, (b, 1)) + 1
+    starts = np.zeros_like(ends) if window is None else np.maximum(0, ends - window)
+    entries = -(-s // slots) if slots else 0
+    keys = (b * entries + 1, slots) if slots else (b, s)
+    scale = {"key_scales": jnp.asarray(2.0 ** random.integers(-3, 1, keys), jnp.float32)} if key_dtype else {}
+    tables = {"block_tables": jnp.asarray(random.permutation(b * entries).reshape(b, -1), jnp.int32)} if slots else {}
+    given = {"top_k": 300, "softmax_scale": 0.25, **scale, **tables, **fields}
+    return LightningIndexer(
+        query=jnp.asarray(quarters(b, t, h, d), dtype),
+        key=jnp.asarray(quarters(*keys, d) * (4 if key_dtype == "int8" else 1), key_dtype or dtype),
+        weights=jnp.asarray(quarters(b, t, h), jnp.float32),
+        key_starts=jnp.asarray(starts, jnp.int32),
+        key_ends=jnp.asarray(ends, jnp.int32),
+        **given,
+    )
+
+
+def with_nan_and_empty_rows(given):
+    """The record with a key of NaN, negative zeros, a query that selects nothing, and a row that selects nothing."""
+    ends = given.key_ends.at[1].set(0).at[0, 1].set(0)
+    weights = given.weights.at[0, 2].set(-0.0)
+    return dataclasses.replace(given, key=given.key.at[0, 11].set(jnp.nan), key_ends=ends, weights=weights)
+
+
+def with_missing_pages(given):
+    """The record with entries that are no page, and a page of NaN that no request has."""
+    tables = given.block_tables.at[0, 1].set(-1).at[1, 0].set(given.key.shape[0])
+    return dataclasses.replace(given, block_tables=tables, key=given.key.at[-1].set(-127))
+
+
+CASES = {
+    "float32, NaN, empty rows": with_nan_and_empty_rows(
+        record((3, 3, 2500, 3, 8), rectify=False, softmax_scale=-0.5, window=2000)
+    ),
+    "int8 in pages, some missing": with_missing_pages(
+        record((2, 2, 2100, 9, 128), "bfloat16", "int8", 64, top_k=1100)
+    ),
+    "float8 in large pages": record((1, 1, 3000, 8, 128), "bfloat16", "float8_e4m3fn", 256),
+}
+
+
+def check(given):
+    (indices, scores), _ = jax.jit(lambda given: forward(given, TILES))(given)
+    (expected_indices, expected_scores), _ = reference(given)
+    np.testing.assert_array_equal(indices, expected_indices)
+    np.testing.assert_array_equal(scores, expected_scores)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_selects_the_same_keys_as_the_reference(name):
+    with interpreted():
+        check(CASES[name])
+
+
+def test_copies_pages_without_races():
+    with simulated():
+        check(with_missing_pages(record((2, 1, 2100, 3, 128), "bfloat16", slots=64, top_k=40)))
+    assert not found()
