@@ -534,6 +534,31 @@ def selected_keys(keys: int) -> Workload:
     return Workload(function=forward, args=args, flops=2 * pairs * heads * size, min_hbm_bytes=copied)
 
 
+def selected_keys_decode(keys: int, requests: int = 16, queries: int = 1, key_dtype: str = "bfloat16") -> Workload:
+    """The decode step of DeepSeek-V3.2's indexer: each request selects 2048 keys in pages of 64 by 64 heads of 128."""
+    heads, size, selected, slots = 64, 128, 2048, 64
+    pages = requests * keys // slots
+    has_scales = key_dtype != "bfloat16"
+
+    def forward(query: Any, cache: Any, weights: Any, tables: Any, positions: Any, scales: Any = None) -> Any:
+        options: dict[str, Any] = {"key_scales": scales, "block_tables": tables, "q_positions": positions}
+        return lightning_indexer(query, cache, weights, **options, top_k=selected, platform="pallas")
+
+    shape = jax.ShapeDtypeStruct
+    args = (
+        shape((requests, queries, heads, size), jnp.bfloat16),
+        shape((pages, slots, size), key_dtype),
+        shape((requests, queries, heads), jnp.float32),
+        np.random.default_rng(0).permutation(pages).reshape(requests, -1).astype(np.int32),
+        np.tile(np.arange(keys - queries, keys, dtype=np.int32), (requests, 1)),
+        *((shape((pages, slots), jnp.float32),) if has_scales else ()),
+    )
+    key_bytes = size * jnp.dtype(key_dtype).itemsize + (4 if has_scales else 0)
+    tokens = requests * queries
+    copied = requests * keys * key_bytes + tokens * (2 * heads * size + 4 * heads + 8 * selected)
+    return Workload(function=forward, args=args, flops=2.0 * tokens * keys * heads * size, min_hbm_bytes=copied)
+
+
 def listed_keys(keys: int, latent: bool = False) -> Workload:
     """Attention of 128 queries to 2048 random keys each: 64 heads of 128 and 4 KV heads, or 128 heads of one latent key
     of 512 + 64.

@@ -166,6 +166,17 @@ SELECTED = tuple(
 )
 INDEXED = tuple(
     case(f"lightning indexer, 256 queries, {n} keys, ejkernel", "selected_keys", OURS, keys=n) for n in (32768, 131072)
+) + tuple(
+    case(
+        f"lightning indexer, decode, 16 x {t} queries, {n} keys, {of}, ejkernel", "selected_keys_decode", OURS, **kwargs
+    )
+    for t, n, of, kwargs in (
+        (1, 32768, "bfloat16", {"keys": 32768}),
+        (1, 32768, "float8", {"keys": 32768, "key_dtype": "float8_e4m3fn"}),
+        (2, 32768, "bfloat16", {"keys": 32768, "queries": 2}),
+        (8, 32768, "bfloat16", {"keys": 32768, "queries": 8}),
+        (1, 131072, "bfloat16", {"keys": 131072}),
+    )
 )
 LISTED = tuple(
     case(f"listed keys, {kind}, 128 queries, {n} keys, ejkernel", "listed_keys", OURS, keys=n, latent=kind == "latent")

@@ -64,6 +64,28 @@ def indexer(queries: int, keys: int, selected: int = 2048) -> Call:
     return Call(f"lightning indexer, {queries} queries, {keys} keys", forward, args, trips)
 
 
+def indexer_pages(requests: int, queries: int, keys: int, key_dtype: str = "bfloat16", selected: int = 2048) -> Call:
+    """The decode step of DeepSeek-V3.2's indexer over pages of 64 tokens, request by request in XLA's program."""
+    slots = 64
+    has_scales = key_dtype != "bfloat16"
+
+    def forward(query: Any, cache: Any, weights: Any, tables: Any, scales: Any = None) -> Any:
+        options: dict[str, Any] = {"key_scales": scales, "block_tables": tables, "top_k": selected}
+        return lightning_indexer(query, cache, weights, **options, platform="xla")
+
+    shape = jax.ShapeDtypeStruct
+    pages = requests * keys // slots
+    args = (
+        shape((requests, queries, 64, 128), jnp.bfloat16),
+        shape((pages, slots, 128), key_dtype),
+        shape((requests, queries, 64), jnp.float32),
+        shape((requests, keys // slots), jnp.int32),
+        *((shape((pages, slots), jnp.float32),) if has_scales else ()),
+    )
+    name = f"lightning indexer, decode, {requests} x {queries} queries, {keys} keys of {key_dtype}"
+    return Call(name, forward, args, (requests, -(-keys // selected)))
+
+
 def latent_lists(queries: int, keys: int, listed: int = 2048) -> Call:
     """DeepSeek-V3.2: attention to listed keys, 128 heads of a latent key of 512 + 64. XLA takes 1 query at a time."""
 
@@ -95,6 +117,9 @@ QUICK = (indexer(8, 512, 256),)
 ALL = (
     *(indexer(queries, 32768) for queries in (1, 8, 256)),
     indexer(256, 131072),
+    *(indexer_pages(16, queries, 32768) for queries in (1, 2, 8)),
+    indexer_pages(16, 1, 32768, "float8_e4m3fn"),
+    indexer_pages(16, 1, 131072),
     *(make(256, keys) for make in (latent_lists, grouped_lists) for keys in (8192, 32768, 131072)),
 )
 

@@ -18,8 +18,8 @@ TILES = TpuIndexerDecodeTiles(block_k=1024)
 
 
 def record(shape=(2, 1, 3000, 9, 16), dtype="float32", key_dtype=None, slots=0, window=None, **fields):
-    """A record of (B, T, S, H, D) with multiples of 1/4, so that scores are exact, and causal ranges of keys; over pages
-    of `slots` tokens in a random order if there are any.
+    """A record of (B, T, S, H, D) with multiples of 1/4, so that scores are exact, and causal ranges of keys; over
+    pages of `slots` tokens in a random order if there are any.
     """
     b, t, s, h, d = shape
     random = np.random.default_rng(3)
@@ -52,19 +52,18 @@ def with_nan_and_empty_rows(given):
 
 
 def with_missing_pages(given):
-    """The record with entries that are no page, and a page of NaN that no request has."""
+    """The record with entries that are no page, and a page of large numbers that no request has."""
     tables = given.block_tables.at[0, 1].set(-1).at[1, 0].set(given.key.shape[0])
-    return dataclasses.replace(given, block_tables=tables, key=given.key.at[-1].set(-127))
+    return dataclasses.replace(given, block_tables=tables, key=given.key.at[-1].set(100))
 
 
 CASES = {
     "float32, NaN, empty rows": with_nan_and_empty_rows(
         record((3, 3, 2500, 3, 8), rectify=False, softmax_scale=-0.5, window=2000)
     ),
-    "int8 in pages, some missing": with_missing_pages(
-        record((2, 2, 2100, 9, 128), "bfloat16", "int8", 64, top_k=1100)
+    "float8 in pages, some missing": with_missing_pages(
+        record((2, 2, 2100, 9, 128), "bfloat16", "float8_e4m3fn", 256, top_k=1100)
     ),
-    "float8 in large pages": record((1, 1, 3000, 8, 128), "bfloat16", "float8_e4m3fn", 256),
 }
 
 
@@ -81,7 +80,46 @@ def test_selects_the_same_keys_as_the_reference(name):
         check(CASES[name])
 
 
+def test_calls_that_the_kernel_cannot_hold_are_refused():
+    (implementation,) = implementations()
+    reasons = lambda given: list(implementation.requires.extra(given))  # noqa: E731
+    shape = jax.ShapeDtypeStruct
+    dense, paged = record(), record((2, 1, 2100, 3, 128), "bfloat16", slots=64)
+    assert not reasons(dense)
+    assert not reasons(paged)
+    query = lambda *size: {"query": shape(size, jnp.float32)}  # noqa: E731
+    for given, changes, sentence in (
+        (dense, query(2, 9, 9, 16), "query: got 9 queries per row, the kernel takes at most 8"),
+        (dense, query(2, 1, 257, 16), "at most 256"),
+        (dense, query(2**17, 1, 9, 16), "words of tables"),
+        (dense, {"top_k": 4097}, "top_k: got 4097"),
+        (dense, {**query(2, 8, 9, 16), "key": shape((2, 2**22, 16), jnp.float32)}, "bytes of VMEM"),
+        (dense, {"key": shape((2, 2**23 + 1, 16), jnp.float32)}, "at most 8388608"),
+        (paged, {"key": shape((66, 40, 128), jnp.bfloat16)}, "pages of 40 slots of bfloat16; wants a multiple of 16"),
+        (paged, {"key": shape((66, 2**14, 128), jnp.bfloat16)}, "at most 8192"),
+        (paged, {"key": shape((66, 64, 96), jnp.bfloat16)}, "keys of 96 channels; wants a multiple of 128"),
+    ):
+        assert sentence in " ".join(reasons(dataclasses.replace(given, **changes)))
+    with pytest.raises(ValueError, match="block_k: got 1000"):
+        TpuIndexerDecodeTiles(block_k=1000)
+
+
+@pytest.mark.parametrize("slots", [0, 64, 384])
+def test_default_tiles_fit_memory_and_have_whole_pages(slots):
+    shape = jax.ShapeDtypeStruct
+    keys = {"key": shape((500, slots, 128), jnp.bfloat16), "block_tables": shape((1, 340), jnp.int32)}
+    given = dataclasses.replace(
+        record(),
+        query=shape((1, 8, 64, 128), jnp.bfloat16),
+        top_k=2048,
+        **(keys if slots else {"key": shape((1, 131072, 128), jnp.bfloat16)}),
+    )
+    block_k = config.heuristic(given, None, "forward").block_k
+    assert config.vmem_bytes(given, block_k) <= config.MAX_VMEM_BYTES
+    assert not slots or block_k % slots == 0
+
+
 def test_copies_pages_without_races():
     with simulated():
-        check(with_missing_pages(record((2, 1, 2100, 3, 128), "bfloat16", slots=64, top_k=40)))
+        check(with_missing_pages(record((2, 1, 1100, 3, 128), "bfloat16", "int8", 64, top_k=40)))
     assert not found()

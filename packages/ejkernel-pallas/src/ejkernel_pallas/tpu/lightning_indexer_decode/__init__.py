@@ -5,7 +5,7 @@ The requirements and limits of the kernel are data in this module, so Pallas is 
 
 from collections.abc import Iterable
 
-from ejkernel.families.lightning_indexer import FAMILY, LightningIndexer
+from ejkernel.families.lightning_indexer import FAMILY, LightningIndexer, num_keys
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_pallas.tpu.lightning_indexer_decode import config
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
@@ -55,7 +55,7 @@ def _page_refusal_reasons(record: LightningIndexer) -> Iterable[str]:
 
 def _memory_refusal_reasons(record: LightningIndexer) -> Iterable[str]:
     """Yields the reasons to refuse a record that does not fit VMEM or scalar memory."""
-    keys, smallest = config.num_keys(record), config.smallest_config(record)
+    keys, smallest = num_keys(record), config.smallest_config(record)
     if keys > MAX_KEYS:
         yield f"key: got {keys} keys per row, the kernel takes at most {MAX_KEYS}"
     elif (needed := config.vmem_bytes(record, smallest.block_k)) > config.MAX_VMEM_BYTES:
@@ -67,7 +67,8 @@ def _memory_refusal_reasons(record: LightningIndexer) -> Iterable[str]:
 def implementations() -> tuple[Implementation, ...]:
     """Returns the implementation; its gradients are XLA's.
 
-    It comes before XLA's program for all calls that it serves: on v5e, the estimates are in docs/lab/tpu_kernels.md.
+    It comes before XLA's program for all calls that it serves: on v5e, the estimate of a query that selects 2048 of
+    32768 keys is 34 µs, and that of XLA's program 346 µs without its sorts (docs/lab/tpu_kernels.md).
     """
     return (
         make_mosaic_tpu_implementation(

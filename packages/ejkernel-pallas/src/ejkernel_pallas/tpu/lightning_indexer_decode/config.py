@@ -92,5 +92,5 @@ def vmem_bytes(record: LightningIndexer, block_k: int) -> int:
 def smem_words(record: LightningIndexer, block_k: int) -> int:
     """Returns the words of scalar memory that tables take."""
     (batch, tokens, *_), tiles = record.query.shape, num_key_tiles(record, block_k)
-    pages = 0 if record.block_tables is None else tiles * block_k // max(1, record.key.shape[1])
+    pages = 0 if record.block_tables is None else tiles * (block_k // max(1, record.key.shape[1]) + 1)
     return batch * (2 * tiles + 2 + 2 * tokens + pages)

@@ -38,7 +38,7 @@ def forward(record: LightningIndexer, config: TpuIndexerDecodeTiles) -> tuple[To
     tables = {name: getattr(steps, name) for name in ("step_rows", "step_tiles", "first_tiles", "end_tiles")}
     tables |= {"key_starts": starts.reshape(-1), "key_ends": ends.reshape(-1)}
     if spec.slots_per_page:
-        tables["page_table"] = plan.copied_pages(record, *row_bounds, spec)
+        tables |= plan.page_tables(record, *row_bounds, spec)
     inputs, scratch = _inputs(record, spec), _scratch(record, spec)
     shape = (batch, tokens, spec.list_rows, LANES)
     outputs = {
@@ -58,6 +58,7 @@ def forward(record: LightningIndexer, config: TpuIndexerDecodeTiles) -> tuple[To
             outputs=outputs,
             scratch=scratch,
             vmem_limit=vmem_limit_bytes(blocks, memory),
+            compiler_params={"disable_bounds_checks": True},
         )
     )
     indices, scores = (results[name].reshape(batch, tokens, -1)[..., :top_k] for name in ("indices", "scores"))
@@ -103,5 +104,4 @@ def _scratch(record: LightningIndexer, spec: IndexerDecodeSpec) -> dict[str, Any
     if spec.slots_per_page:
         scratch["key_buffer"] = pltpu.VMEM((2, spec.block_k, record.key.shape[2]), record.key.dtype)
         scratch["pages_arrived"] = pltpu.SemaphoreType.DMA((2,))
-        scratch["num_copied_pages"] = pltpu.SMEM((2,), jnp.int32)
     return scratch

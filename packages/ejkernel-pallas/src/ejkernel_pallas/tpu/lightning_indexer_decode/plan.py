@@ -12,6 +12,9 @@ from ejkernel.types.integers import clamp_to_int32
 from ejkernel_pallas.tpu.lightning_indexer_decode.spec import IndexerDecodeSpec
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 
+STEPS_READ_AHEAD = 8
+"""Steps after the last one whose tables the pipeline of blocks reads."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GridSteps:
@@ -19,8 +22,8 @@ class GridSteps:
 
     Attributes:
         num_steps: int32 [], steps of the grid.
-        step_rows: int32 [B tiles], the batch row of each step.
-        step_tiles: int32 [B tiles], the tile of keys of each step.
+        step_rows: int32 [B tiles + 8], the batch row of each step, the last row after the last step.
+        step_tiles: int32 [B tiles + 8], the tile of keys of each step.
         first_tiles: int32 [B], the first tile of each row.
         end_tiles: int32 [B], the tile after the last one; a row has at least one tile.
     """
@@ -68,7 +71,7 @@ def grid_steps(first_keys: jax.Array, end_keys: jax.Array, spec: IndexerDecodeSp
     first = jnp.minimum(first_keys // spec.block_k, spec.num_key_tiles - 1)
     end = jnp.maximum(cdiv(end_keys, spec.block_k), first + 1)
     ends_of_rows = jnp.cumsum(end - first)
-    step = jnp.arange(first.shape[0] * spec.num_key_tiles, dtype=jnp.int32)
+    step = jnp.arange(first.shape[0] * spec.num_key_tiles + STEPS_READ_AHEAD, dtype=jnp.int32)
     row = jnp.sum(step[:, None] >= ends_of_rows, axis=1, dtype=jnp.int32)
     row = jnp.minimum(row, first.shape[0] - 1)
     tile = jnp.minimum(step - (ends_of_rows - end)[row], spec.num_key_tiles - 1)
@@ -77,17 +80,21 @@ def grid_steps(first_keys: jax.Array, end_keys: jax.Array, spec: IndexerDecodeSp
     )
 
 
-def copied_pages(
+def page_tables(
     record: LightningIndexer, first_keys: jax.Array, end_keys: jax.Array, spec: IndexerDecodeSpec
-) -> jax.Array:
-    """Returns the pages of each row, [B tiles pages] int32, and -1 for a page without keys that a query may select."""
+) -> dict[str, jax.Array]:
+    """Returns the tables of pages: `page_table`, [B tiles pages] int32, the pages of each row, and -1 for a page
+    without keys that a query may select; and `num_copied_pages`, [B tiles] int32, those of each tile that are not -1.
+    """
     assert record.block_tables is not None  # the caller has pages
     tables, slots = clamp_to_int32(record.block_tables), spec.slots_per_page
     start = jnp.arange(tables.shape[1], dtype=jnp.int32) * slots
     is_read = (start < end_keys[:, None]) & (start + slots > first_keys[:, None])
     tables = jnp.where(is_read & has_page(tables, record.key.shape[0]), tables, -1)
     padding = spec.num_key_tiles * spec.pages_per_tile - tables.shape[1]
-    return jnp.pad(tables, ((0, 0), (0, padding)), constant_values=-1).reshape(-1)
+    tables = jnp.pad(tables, ((0, 0), (0, padding)), constant_values=-1).reshape(-1, spec.pages_per_tile)
+    counts = jnp.sum(tables >= 0, axis=1, dtype=jnp.int32)
+    return {"page_table": tables.reshape(-1), "num_copied_pages": counts}
 
 
 def scales_of_keys(record: LightningIndexer) -> jax.Array:

@@ -17,6 +17,7 @@ class IndexerDecodeRefs:
         key_starts: The first key that each query may select.
         key_ends: The key after the last one.
         page_table: The pages of all tiles of each row, -1 for one that is not copied.
+        num_copied_pages: How many pages of each tile are copied.
         query: [T H, D].
         weights: float32 [T H, 128], the same in every lane.
         key: A tile of dense keys, [block_k, D], or all pages in HBM, [P, S, D].
@@ -34,7 +35,6 @@ class IndexerDecodeRefs:
         score_columns: Scratch, int32 [128 rows of a list, 128]: the selected scores, the same in every lane.
         key_buffer: Scratch, [2, block_k, D]: the keys of this step and of the next one.
         pages_arrived: A semaphore per buffer.
-        num_copied_pages: Scratch, int32 [2] in scalar memory: how many pages each buffer has.
     """
 
     step_rows: Ref
@@ -44,6 +44,7 @@ class IndexerDecodeRefs:
     key_starts: Ref
     key_ends: Ref
     page_table: Ref = None
+    num_copied_pages: Ref = None
     query: Ref
     weights: Ref
     key: Ref
@@ -61,4 +62,3 @@ class IndexerDecodeRefs:
     score_columns: Ref
     key_buffer: Ref = None
     pages_arrived: Ref = None
-    num_copied_pages: Ref = None

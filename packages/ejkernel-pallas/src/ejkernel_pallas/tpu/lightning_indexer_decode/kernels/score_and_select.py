@@ -12,8 +12,8 @@ VPU   positions in descending order      counts of larger scores
 MXU   sorted list                        moved by products with one-hot vectors
 HBM   indices, scores ◄────────────────  [T, K]
 
-Keys are along lanes and sublanes, so one query fills whole registers. The steps of the grid are the tiles that some query
-of a row needs, row after row.
+Keys are along lanes and sublanes, so one query fills whole registers. The steps of the grid are the tiles that some
+query of a row needs, row after row.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ejkernel_pallas.tpu.lightning_indexer_decode.kernels.page_copies import load_pages
+from ejkernel_pallas.tpu.lightning_indexer_decode.kernels.page_copies import wait_for_pages
 from ejkernel_pallas.tpu.lightning_indexer_decode.kernels.refs import IndexerDecodeRefs
 from ejkernel_pallas.tpu.lightning_indexer_decode.kernels.score_tile import score_tile
 from ejkernel_pallas.tpu.lightning_indexer_decode.kernels.selected_positions import (
@@ -39,7 +39,7 @@ def score_and_select(refs: IndexerDecodeRefs, *, spec: IndexerDecodeSpec) -> Non
     """Scores a tile of keys, and selects after the last tile of a row."""
     step = pl.program_id(0)
     row = refs.step_rows[step]
-    key = load_pages(refs, spec, step) if spec.slots_per_page else refs.key
+    key = wait_for_pages(refs, spec, step) if spec.slots_per_page else refs.key
     score_tile(refs, spec, key, step)
 
     @pl.when(refs.step_tiles[step] == refs.end_tiles[row] - 1)

@@ -10,11 +10,15 @@ from jax.experimental import pallas as pl
 from ejkernel.families.expert_routing import order_preserving_integers
 from ejkernel.families.lightning_indexer import rectify
 from ejkernel_pallas.tpu.lightning_indexer_decode.config import KEYS_PER_STEP
-from ejkernel_pallas.tpu.lightning_indexer_decode.kernels.page_copies import page_of_tile
+from ejkernel_pallas.tpu.lightning_indexer_decode.kernels.page_copies import (
+    num_copied_pages,
+    page_of_tile,
+    start_next_copies,
+)
 from ejkernel_pallas.tpu.lightning_indexer_decode.kernels.refs import IndexerDecodeRefs
 from ejkernel_pallas.tpu.lightning_indexer_decode.spec import IndexerDecodeSpec
-from ejkernel_pallas.tpu.mosaic.loops import fori_loop, for_each_index
-from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES, matrix_product
+from ejkernel_pallas.tpu.mosaic.loops import for_each_index, fori_loop
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, matrix_product
 
 NOT_SELECTABLE = -(2**31)
 """The ordered score of a key that a query may not select; no number has it."""
@@ -29,7 +33,11 @@ def score_tile(refs: IndexerDecodeRefs, spec: IndexerDecodeSpec, key: Any, step:
     size = max(LANES, min(KEYS_PER_STEP, MAX_PRODUCTS // rows // LANES * LANES))
     size = size & -size
 
+    num_chunks = spec.block_k // size
+
     def score_keys(n: Any) -> None:
+        if spec.slots_per_page:
+            start_next_copies(refs, spec, step, n, num_chunks)
         start = pl.multiple_of(n * size, size)
         keys = key[pl.ds(start, size), :]
         keys = keys.astype(jnp.float32) if keys.dtype.itemsize == 1 else keys
@@ -46,10 +54,10 @@ def score_tile(refs: IndexerDecodeRefs, spec: IndexerDecodeSpec, key: Any, step:
                 in_order = jnp.where(is_selectable, order_preserving_integers(scores), NOT_SELECTABLE)
                 refs.ordered_scores[t, pl.ds(lax.div(first_key, jnp.int32(LANES)), 1), :] = in_order
 
-    for_each_index(spec.block_k // size, score_keys)
+    for_each_index(num_chunks, score_keys)
     if spec.slots_per_page:
-        has_all_pages = refs.num_copied_pages[step & 1] == spec.pages_per_tile
-        pl.when(jnp.logical_not(has_all_pages))(lambda: _mask_absent_pages(refs, spec, step))
+        has_absent_pages = num_copied_pages(refs, spec, step) < spec.pages_per_tile
+        pl.when(has_absent_pages)(lambda: _mask_absent_pages(refs, spec, step))
 
 
 def _head_sum(refs: IndexerDecodeRefs, spec: IndexerDecodeSpec, products: Any, scales: Any, t: int) -> jax.Array:

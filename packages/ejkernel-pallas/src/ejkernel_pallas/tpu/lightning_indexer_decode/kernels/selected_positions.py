@@ -1,6 +1,6 @@
 """The positions of the K largest scores of each query in a list of its selected keys, which is in the order of keys.
 
-1. The K-th largest score of each query, one bit after the other, by counting the scores that are at least as large.
+1. The K-th largest score of each query, two bits per pass, by counting the scores that are at least as large.
 2. What is selected: scores above it and, in order of keys, as many equal to it as are left to K. Products with
    triangular matrices count the selected keys before each one: its position.
 """
@@ -20,6 +20,8 @@ from ejkernel_pallas.tpu.mosaic.loops import fori_loop
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES, matrix_product
 
 SCORE_BITS = 32
+BITS_PER_PASS = 2
+"""Bits that a pass over the scores finds: the sum of its counts takes longer than the counts of another threshold."""
 LARGEST = 2**31 - 1
 
 
@@ -32,44 +34,59 @@ def for_each_block(bounds: tuple[Any, Any], size: int, body: Callable[[Any, Any]
 def kth_largest(refs: IndexerDecodeRefs, spec: IndexerDecodeSpec, bounds: tuple[Any, Any]) -> list[jax.Array]:
     """Returns the K-th largest ordered score of each query, [1, 1]; the least integer if fewer are selectable."""
 
-    def try_bit(n: Any, thresholds: list[jax.Array]) -> list[jax.Array]:
-        bit = lax.shift_left(jnp.int32(1), jnp.int32(SCORE_BITS - 1) - n)
-        larger = [x ^ bit for x in thresholds]  # the first bit is that of the sign, which is set in smaller numbers
+    def find_digit(n: Any, thresholds: list[jax.Array]) -> list[jax.Array]:
+        shift = jnp.int32(SCORE_BITS - BITS_PER_PASS) - n * BITS_PER_PASS
+        # The first bit is that of the sign, which is set in smaller numbers.
+        digits = [lax.shift_left(jnp.int32(d), shift) for d in range(1, 2**BITS_PER_PASS)]
+        larger = [[x ^ digit for digit in digits] for x in thresholds]
         counts = _counts(refs, spec, bounds, larger)
-        return [jnp.where(c >= spec.top_k, x, y) for c, x, y in zip(counts, larger, thresholds, strict=True)]
+        results = []
+        for threshold, numbers, of_numbers in zip(thresholds, larger, counts, strict=True):
+            for number, count in zip(numbers, of_numbers, strict=True):
+                threshold = jnp.where(count >= spec.top_k, number, threshold)
+            results.append(threshold)
+        return results
 
     start = [jnp.full((1, 1), NOT_SELECTABLE, jnp.int32)] * spec.num_queries
-    return fori_loop(0, SCORE_BITS, try_bit, start)
+    return fori_loop(0, SCORE_BITS // BITS_PER_PASS, find_digit, start)
 
 
 def _counts(
-    refs: IndexerDecodeRefs, spec: IndexerDecodeSpec, bounds: tuple[Any, Any], thresholds: Sequence[jax.Array]
-) -> list[jax.Array]:
-    """Returns the number of scores of each query that are at least as large as its threshold, [1, 1] float32."""
+    refs: IndexerDecodeRefs,
+    spec: IndexerDecodeSpec,
+    bounds: tuple[Any, Any],
+    thresholds: Sequence[Sequence[jax.Array]],
+) -> list[list[jax.Array]]:
+    """Returns how many scores of each query are at least as large as each of its thresholds, [1, 1] float32."""
 
-    def add_block(row: Any, counts: list[jax.Array]) -> list[jax.Array]:
-        results = []
-        for t, (count, threshold) in enumerate(zip(counts, thresholds, strict=True)):
-            is_larger = jnp.where(refs.ordered_scores[t, pl.ds(row, spec.rows_per_step), :] >= threshold, 1.0, 0.0)
-            results.append(count + jnp.sum(is_larger.reshape(-1, SUBLANES, LANES), axis=0))
-        return results
+    def add_block(row: Any, counts: list[list[jax.Array]]) -> list[list[jax.Array]]:
+        scores = [refs.ordered_scores[t, pl.ds(row, spec.rows_per_step), :] for t in range(spec.num_queries)]
+        return jax.tree.map(
+            lambda count, threshold, t: count + _fold(jnp.where(scores[t] >= threshold, 1.0, 0.0)),
+            counts,
+            list(map(list, thresholds)),
+            [[t] * len(x) for t, x in enumerate(thresholds)],
+        )
 
-    zeros = [jnp.zeros((SUBLANES, LANES), jnp.float32)] * spec.num_queries
-    counts = for_each_block(bounds, spec.rows_per_step, add_block, zeros)
-    return [jnp.sum(jnp.sum(x, axis=0, keepdims=True), axis=1, keepdims=True) for x in counts]
+    zeros = jnp.zeros((SUBLANES, LANES), jnp.float32)
+    counts = for_each_block(bounds, spec.rows_per_step, add_block, [[zeros] * len(x) for x in thresholds])
+    return jax.tree.map(lambda x: jnp.sum(jnp.sum(x, axis=0, keepdims=True), axis=1, keepdims=True), counts)
+
+
+def _fold(x: jax.Array) -> jax.Array:
+    """Returns the sum of an array's registers, [8, 128]."""
+    return jnp.sum(x.reshape(-1, SUBLANES, LANES), axis=0)
 
 
 def num_larger(
     refs: IndexerDecodeRefs, spec: IndexerDecodeSpec, bounds: tuple[Any, Any], thresholds: Sequence[jax.Array]
 ) -> list[jax.Array]:
     """Returns the number of scores of each query that are larger than its threshold, [1, 1] float32."""
-    counts = _counts(refs, spec, bounds, [x + 1 for x in thresholds])
-    return [jnp.where(x == LARGEST, 0.0, n) for x, n in zip(thresholds, counts, strict=True)]
+    counts = _counts(refs, spec, bounds, [[x + 1] for x in thresholds])
+    return [jnp.where(x == LARGEST, 0.0, n) for x, (n,) in zip(thresholds, counts, strict=True)]
 
 
-def store_positions(
-    refs: IndexerDecodeRefs, spec: IndexerDecodeSpec, bounds: tuple[Any, Any], t: Any
-) -> jax.Array:
+def store_positions(refs: IndexerDecodeRefs, spec: IndexerDecodeSpec, bounds: tuple[Any, Any], t: Any) -> jax.Array:
     """Stores the position of every key in the list of query t, -1 for one that is not selected; returns how many are,
     [1, 128] int32.
 

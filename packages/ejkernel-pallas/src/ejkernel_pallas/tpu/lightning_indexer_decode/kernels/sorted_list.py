@@ -2,7 +2,7 @@
 
 Numbers are moved by products: position p = 128 high + low is an entry of [rows of a list, 128], and
 
-    list[high, low] = sum over keys of (value where its position has this high, else 0) (1 where it has this low, else 0)
+    list[high, low] = sum over keys of (value if its position has this high, else 0) (1 if it has this low, else 0)
 
 has one term. Values are bytes, which bfloat16 holds; scores have four of them, and indices two or three.
 """
@@ -20,7 +20,7 @@ from ejkernel_pallas.tpu.lightning_indexer_decode.kernels.refs import IndexerDec
 from ejkernel_pallas.tpu.lightning_indexer_decode.kernels.score_tile import NOT_SELECTABLE
 from ejkernel_pallas.tpu.lightning_indexer_decode.kernels.selected_positions import for_each_block
 from ejkernel_pallas.tpu.lightning_indexer_decode.spec import SCORE_BYTES, IndexerDecodeSpec
-from ejkernel_pallas.tpu.mosaic.loops import fori_loop, for_each_index
+from ejkernel_pallas.tpu.mosaic.loops import for_each_index, fori_loop
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES, matrix_product, row_to_column
 
 BYTE_BITS = 8
@@ -94,8 +94,9 @@ def _numbers(refs: IndexerDecodeRefs, spec: IndexerDecodeSpec) -> tuple[jax.Arra
     """Returns ordered scores and keys of the bytes that were placed, [rows of a list, 128] int32."""
     rows = spec.list_rows
     pieces = [refs.placed[n * rows : (n + 1) * rows, :].astype(jnp.int32) for n in range(spec.num_pieces)]
-    score = sum(lax.shift_left(x, jnp.int32(n * BYTE_BITS)) for n, x in enumerate(pieces[:SCORE_BYTES]))
-    key = pieces[SCORE_BYTES]
+    score, key = pieces[0], pieces[SCORE_BYTES]
+    for n in range(1, SCORE_BYTES):
+        score = score + lax.shift_left(pieces[n], jnp.int32(n * BYTE_BITS))
     for n, x in enumerate(pieces[SCORE_BYTES + 1 :]):
         key = key + lax.shift_left(x, jnp.int32(LANE_BITS + n * BYTE_BITS))
     return score, key
@@ -118,8 +119,8 @@ def _place(positions: jax.Array, pieces: Sequence[jax.Array], spec: IndexerDecod
         has_high = list_row == high[row : row + 1]
         values.append(jnp.concatenate([jnp.where(has_high, x[row : row + 1], 0.0) for x in pieces]))
         one_hots.append(jnp.where(list_lane == low[row : row + 1], 1.0, 0.0))
-    both = (jnp.concatenate(x, axis=1).astype(jnp.bfloat16) for x in (values, one_hots))
-    return matrix_product(*both, (1, 1), lax.Precision.DEFAULT)
+    value, one_hot = (jnp.concatenate(x, axis=1).astype(jnp.bfloat16) for x in (values, one_hots))
+    return matrix_product(value, one_hot, (1, 1), lax.Precision.DEFAULT)
 
 
 def _store_score_column(refs: IndexerDecodeRefs, row: Any) -> None:
