@@ -68,6 +68,7 @@ INABILITY = {
             rf"[lr]hs_scale has a scale per {N} contracted elements; the kernel wants .*",
             rf"the cache has {N} slots per sequence; the kernel wants .*",
             rf"a page has {N} slots; the kernel wants .*",
+            rf"key: got pages of {N} slots of \w+, wants a multiple of {N} that divides {N}, or a multiple of {N}",
             rf"key_pages: {N} rows of \S+ per token do not fill (words|tiles); wants .*",
             rf"key_pages: pages of {N} slots of codes; wants .*",
             rf"key_pages: (keys|values|signs) of {N} codes of {N} bits; wants .*",
@@ -99,6 +100,7 @@ INABILITY = {
             rf"\w+: {N} tokens of {N} sequences; the decode step supports at most {N} tokens per sequence",
             rf"\w+: one of {N} packed sequences may have .*",
             rf"x: got {N} rows, the kernels have at most {N}",
+            rf"query: got {N} queries per row, the kernel takes at most {N}",
         ]
     ),
     "a computation that is another kernel's": "|".join(

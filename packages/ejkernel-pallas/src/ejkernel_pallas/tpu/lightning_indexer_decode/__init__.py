@@ -29,6 +29,7 @@ def _refusal_reasons(record: LightningIndexer) -> Iterable[str]:
     tokens, heads = record.query.shape[1:3]
     if tokens > MAX_QUERIES:
         yield f"query: got {tokens} queries per row, the kernel takes at most {MAX_QUERIES}"
+        return
     if heads > MAX_HEADS:
         yield f"query: got {heads} heads, the kernel takes at most {MAX_HEADS}"
     if record.top_k > MAX_TOP_K:
@@ -44,13 +45,13 @@ def _page_refusal_reasons(record: LightningIndexer) -> Iterable[str]:
     slots, tile_rows = record.key.shape[1], 32 // record.key.dtype.itemsize
     if slots < 1 or slots % tile_rows or (slots % LANES and LANES % slots):
         yield (
-            f"key: got pages of {slots} slots of {record.key.dtype.name}; wants a multiple of {tile_rows} that divides "
+            f"key: got pages of {slots} slots of {record.key.dtype.name}, wants a multiple of {tile_rows} that divides "
             f"{LANES}, or a multiple of {LANES}"
         )
     if slots > config.MAX_PAGE_SLOTS:
         yield f"key: got pages of {slots} slots, the kernel takes at most {config.MAX_PAGE_SLOTS}"
     if record.key.shape[2] % LANES:
-        yield f"key: got pages of keys of {record.key.shape[2]} channels; wants a multiple of {LANES}"
+        yield f"key: got {record.key.shape[2]} channels, the kernel wants a multiple of {LANES}"
 
 
 def _memory_refusal_reasons(record: LightningIndexer) -> Iterable[str]:

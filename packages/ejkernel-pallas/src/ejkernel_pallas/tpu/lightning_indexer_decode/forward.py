@@ -36,7 +36,7 @@ def forward(record: LightningIndexer, config: TpuIndexerDecodeTiles) -> tuple[To
     row_bounds = plan.row_bounds(starts, ends)
     steps = plan.grid_steps(*row_bounds, spec)
     tables = {name: getattr(steps, name) for name in ("step_rows", "step_tiles", "first_tiles", "end_tiles")}
-    tables |= {"key_starts": starts.reshape(-1), "key_ends": ends.reshape(-1)}
+    tables |= {"num_steps": steps.num_steps[None], "key_starts": starts.reshape(-1), "key_ends": ends.reshape(-1)}
     if spec.slots_per_page:
         tables |= plan.page_tables(record, *row_bounds, spec)
     inputs, scratch = _inputs(record, spec), _scratch(record, spec)

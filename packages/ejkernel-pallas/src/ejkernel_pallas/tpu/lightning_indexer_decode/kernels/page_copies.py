@@ -50,7 +50,8 @@ def start_next_copies(refs: IndexerDecodeRefs, spec: IndexerDecodeSpec, step: An
 
     Each copy is predicated, not branched around, so the compiler can schedule it next to the products of this step.
     """
-    count, next_step = cdiv(spec.pages_per_tile, num_chunks), jnp.minimum(step + 1, pl.num_programs(0) - 1)
+    # Under `jax.vmap`, `pl.num_programs` may count the calls.
+    count, next_step = cdiv(spec.pages_per_tile, num_chunks), jnp.minimum(step + 1, refs.num_steps[0] - 1)
     first, entry, slot = chunk * count, _first_table_entry(refs, spec, next_step), (step + 1) & 1
     end = jnp.where(next_step > step, spec.pages_per_tile, 0)
     for page in range(count):

@@ -10,7 +10,8 @@ class IndexerDecodeRefs:
     """Refs of the kernel. Those of pages are None for dense keys, `key_scales` is None where there are none.
 
     Attributes:
-        step_rows: The batch row of each step, in scalar memory, as all tables.
+        num_steps: [1], the steps of the grid, in scalar memory, as all tables.
+        step_rows: The batch row of each step.
         step_tiles: The tile of keys of each step.
         first_tiles: The first tile of each row.
         end_tiles: The tile after the last one.
@@ -37,6 +38,7 @@ class IndexerDecodeRefs:
         pages_arrived: A semaphore per buffer.
     """
 
+    num_steps: Ref
     step_rows: Ref
     step_tiles: Ref
     first_tiles: Ref
