@@ -12,7 +12,7 @@ from ejkernel.types.integers import clamp_to_int32
 from ejkernel_pallas.tpu.lightning_indexer_decode.spec import IndexerDecodeSpec
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 
-STEPS_READ_AHEAD = 8
+PREFETCHED_STEPS = 8
 """Steps after the last one whose tables the pipeline of blocks reads."""
 
 
@@ -71,7 +71,7 @@ def grid_steps(first_keys: jax.Array, end_keys: jax.Array, spec: IndexerDecodeSp
     first = jnp.minimum(first_keys // spec.block_k, spec.num_key_tiles - 1)
     end = jnp.maximum(cdiv(end_keys, spec.block_k), first + 1)
     ends_of_rows = jnp.cumsum(end - first)
-    step = jnp.arange(first.shape[0] * spec.num_key_tiles + STEPS_READ_AHEAD, dtype=jnp.int32)
+    step = jnp.arange(first.shape[0] * spec.num_key_tiles + PREFETCHED_STEPS, dtype=jnp.int32)
     row = jnp.sum(step[:, None] >= ends_of_rows, axis=1, dtype=jnp.int32)
     row = jnp.minimum(row, first.shape[0] - 1)
     tile = jnp.minimum(step - (ends_of_rows - end)[row], spec.num_key_tiles - 1)

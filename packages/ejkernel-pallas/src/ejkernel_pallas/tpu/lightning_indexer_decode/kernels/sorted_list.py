@@ -142,9 +142,9 @@ def _store_position(refs: IndexerDecodeRefs, spec: IndexerDecodeSpec, row: Any, 
     counts = jnp.zeros((SUBLANES, LANES), jnp.int32)
     counts = fori_loop(0, row, lambda n, counts: add(counts, column(n) >= scores), counts)
     counts = fori_loop(row + 1, spec.list_rows, lambda n, counts: add(counts, column(n) > scores), counts)
-    own = column(row)
-    is_before = lax.broadcasted_iota(jnp.int32, own.shape, 0) < lax.broadcasted_iota(jnp.int32, own.shape, 1)
-    counts = add(counts, (own > scores) | ((own == scores) & is_before))
+    diagonal = column(row)
+    is_before = lax.broadcasted_iota(jnp.int32, diagonal.shape, 0) < lax.broadcasted_iota(jnp.int32, diagonal.shape, 1)
+    counts = add(counts, (diagonal > scores) | ((diagonal == scores) & is_before))
     is_key = row * LANES + lane < num_selected
     position = jnp.where(is_key, jnp.sum(counts, axis=0, keepdims=True), -1)
     refs.list_positions[pl.ds(row, 1), :] = position
