@@ -32,12 +32,12 @@ def mask_function_as_window(record: TiledAttention) -> TiledAttention:
     A function without captured arrays is evaluated for all pairs, once for all calls of these lengths.
     """
     function, queries, keys = record.mask_mod, record.query.shape[1], record.key.shape[1]
-    moved = (record.q_positions, record.kv_positions, record.dropout_origin)
-    if function is None or function.captured or not all(x is None for x in moved):
+    index_offsets = (record.q_positions, record.kv_positions, record.dropout_origin)
+    if function is None or function.captured or not all(x is None for x in index_offsets):
         return record
     if function.program.inputs_read & {"b", "h"} or not queries or not keys:
         return record
-    window = _window_of(function.program, queries, keys)
+    window = _equal_window(function.program, queries, keys)
     if window is None:
         return record
     return dataclasses.replace(with_window(record, window), mask_mod=None)
@@ -53,38 +53,38 @@ def with_window(record: TiledAttention, window: Window) -> TiledAttention:
 
 
 @functools.lru_cache(maxsize=64)
-def _window_of(program: PairProgram, queries: int, keys: int) -> Window | None:
+def _equal_window(program: PairProgram, queries: int, keys: int) -> Window | None:
     """Returns (left, right) such that exactly the pairs with `-left <= k - q <= right` attend; None if there is none.
 
     A side that restricts no pair of these lengths is None.
     """
     with jax.ensure_compile_time_eval():
-        count, first, last = map(np.asarray, jax.jit(lambda: _spans_of_queries(program, queries, keys))())
-    index, some = np.arange(queries), count > 0
-    if not some.any():
+        count, first, last = map(np.asarray, jax.jit(lambda: _attended_key_spans(program, queries, keys))())
+    index, attends = np.arange(queries), count > 0
+    if not attends.any():
         return None
-    low, high = int((first - index)[some].min()), int((last - index)[some].max())
-    wanted_first, wanted_last = np.maximum(index + low, 0), np.minimum(index + high, keys - 1)
-    wanted_count = np.maximum(wanted_last - wanted_first + 1, 0)
-    exact = (count == wanted_count) & (~some | ((first == wanted_first) & (last == wanted_last)))
+    low, high = int((first - index)[attends].min()), int((last - index)[attends].max())
+    window_first, window_last = np.maximum(index + low, 0), np.minimum(index + high, keys - 1)
+    window_count = np.maximum(window_last - window_first + 1, 0)
+    exact = (count == window_count) & (~attends | ((first == window_first) & (last == window_last)))
     if not exact.all():
         return None
     return None if low <= 1 - queries else -low, None if high >= keys - 1 else high
 
 
-def _spans_of_queries(program: PairProgram, queries: int, keys: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _attended_key_spans(program: PairProgram, queries: int, keys: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns, for every query, how many keys attend, and the first and the last of them, int32 [queries]."""
     key = jnp.arange(keys, dtype=jnp.int32)
     zero = jnp.zeros((1, 1, 1, 1), jnp.int32)
 
-    def of_query(query: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def span_of_query(query: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         function = PairFunction(captured=(), program=program)
         pairs = function.of_pairs(zero, zero, query.reshape(1, 1, 1, 1), key.reshape(1, 1, 1, -1))
         pairs = jnp.broadcast_to(pairs.reshape(-1), (keys,))
         first, last = jnp.where(pairs, key, keys).min(), jnp.where(pairs, key, -1).max()
         return jnp.sum(pairs, dtype=jnp.int32), first, last
 
-    return lax.map(of_query, jnp.arange(queries, dtype=jnp.int32), batch_size=max(1, PAIRS_PER_STEP // keys))
+    return lax.map(span_of_query, jnp.arange(queries, dtype=jnp.int32), batch_size=max(1, PAIRS_PER_STEP // keys))
 
 
 def tiles_of_mask_function(record: TiledAttention, block: TileShape) -> tuple[Any, Any]:
@@ -106,18 +106,21 @@ def tiles_of_mask_function(record: TiledAttention, block: TileShape) -> tuple[An
     sizes = (batch, heads, queries, keys)
     if function.captured or record.dropout_origin is not None:
         bounds = bounds_of_tiles(function, sizes, block, record.dropout_origin)
-        return _classify(function, sizes, block, record.dropout_origin) if bounds is None else bounds
-    return _constant_tiles(function.program, sizes, block)
+        return _classify_tiles(function, sizes, block, record.dropout_origin) if bounds is None else bounds
+    return _classify_tiles_once(function.program, sizes, block)
 
 
 @functools.lru_cache(maxsize=64)
-def _constant_tiles(program: PairProgram, sizes: tuple[int, ...], block: TileShape) -> tuple[np.ndarray, np.ndarray]:
+def _classify_tiles_once(
+    program: PairProgram, sizes: tuple[int, ...], block: TileShape
+) -> tuple[np.ndarray, np.ndarray]:
     with jax.ensure_compile_time_eval():
-        some, every = jax.jit(lambda: _classify(PairFunction(captured=(), program=program), sizes, block, None))()
-        return np.asarray(some), np.asarray(every)
+        function = PairFunction(captured=(), program=program)
+        any_attend, all_attend = jax.jit(lambda: _classify_tiles(function, sizes, block, None))()
+        return np.asarray(any_attend), np.asarray(all_attend)
 
 
-def _classify(
+def _classify_tiles(
     function: PairFunction, sizes: tuple[int, ...], block: TileShape, origin: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     read, (batch, heads, queries, keys) = function.program.inputs_read, sizes
@@ -136,5 +139,5 @@ def _classify(
         return jnp.any(pairs), jnp.all(pairs)
 
     tiles = jnp.arange(math.prod(shape), dtype=jnp.int32)
-    some, every = lax.map(classify_tile, tiles, batch_size=max(1, PAIRS_PER_STEP // (block[0] * block[1])))
-    return some.reshape(shape), every.reshape(shape)
+    any_attend, all_attend = lax.map(classify_tile, tiles, batch_size=max(1, PAIRS_PER_STEP // (block[0] * block[1])))
+    return any_attend.reshape(shape), all_attend.reshape(shape)

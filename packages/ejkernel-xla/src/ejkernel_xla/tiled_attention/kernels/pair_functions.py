@@ -87,18 +87,18 @@ def tiles_of_mask(record: TiledAttention, function: PairFunction, plan: TilePlan
         Two bool [batch chunks | 1, head chunks | 1, query tiles, key tiles].
     """
     if function.captured or record.dropout_origin is not None:
-        return _classify(function, plan, record.dropout_origin)
-    return _constant_tiles(function.program, plan)
+        return _classify_tiles(function, plan, record.dropout_origin)
+    return _classify_tiles_once(function.program, plan)
 
 
 @functools.lru_cache(maxsize=64)
-def _constant_tiles(program: PairProgram, plan: TilePlan) -> tuple[np.ndarray, np.ndarray]:
+def _classify_tiles_once(program: PairProgram, plan: TilePlan) -> tuple[np.ndarray, np.ndarray]:
     with jax.ensure_compile_time_eval():
-        some, every = jax.jit(lambda: _classify(PairFunction(captured=(), program=program), plan, None))()
+        some, every = jax.jit(lambda: _classify_tiles(PairFunction(captured=(), program=program), plan, None))()
         return np.asarray(some), np.asarray(every)
 
 
-def _classify(function: PairFunction, plan: TilePlan, origin: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def _classify_tiles(function: PairFunction, plan: TilePlan, origin: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     read = function.program.inputs_read
     chunks = [count if name in read else 1 for name, count in zip("bh", plan.chunks, strict=True)]
     shape: tuple[Any, ...] = (*chunks, plan.queries.tiles, plan.keys.tiles)
