@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from suite import selection
+from suite.mutants import read_outcomes
 
 CONFTEST = str(Path(__file__).parents[1] / "conftest.py")
 COSTS = {"a.py::test_short": 1.0, "a.py::test_long": 30.0, "a.py::test_longer": 60.0}
@@ -63,6 +64,8 @@ def test_costs_are_those_of_tests_that_exist_each_once():
     text = selection.COSTS_FILE.read_text(encoding="utf-8")
     names = [name for name, _ in json.loads(text, object_pairs_hook=list)]
     assert not [name for name, count in Counter(names).items() if count > 1]
+    # The test that caught a fault is no part of a command any more if it has another name now.
+    names += [outcome.test.partition("[")[0] for outcome in read_outcomes().values() if "::" in outcome.test]
     root = Path(__file__).parents[2]
     defined = {
         f"{file}::{name}"
@@ -133,8 +136,11 @@ def test_the_second_command_prefers_values_then_pairs_and_spreads_over_cases():
 def test_every_fault_is_caught_by_a_test_of_one_of_the_two_commands(monkeypatch):
     """A test that caught a fault is selected before all others of its function."""
     items = fake_tests("a.py::test_dear", [{"case": n} for n in range(9)])
-    outcomes = {"fault": SimpleNamespace(command=selection.THOROUGH, test=items[7].nodeid)}
     cost = {"a.py::test_dear": 400.0}
+    tests = {selection.THOROUGH: {"a.py::test_dear[7]"}}
     assert chosen_of_second(items, cost) != {7}
-    monkeypatch.setattr(selection, "read_outcomes", lambda: outcomes)
+    monkeypatch.setattr(selection, "_tests_that_caught_faults", tests.get)
     assert chosen_of_second(items, cost) == {7}
+    # It had no parameters when it caught the fault.
+    tests[selection.THOROUGH] = {"a.py::test_dear"}
+    assert chosen_of_second(items, cost) == set(range(9))

@@ -20,6 +20,7 @@ fault, and those without a known cost are not thinned. `nox -s everything` runs 
 it.
 """
 
+import functools
 import json
 import math
 import random
@@ -59,11 +60,10 @@ def choose_tests_of_first_command(
     items: Sequence[pytest.Item], costs: Mapping[str, float], budget: float = BUDGET_SECONDS
 ) -> set[int]:
     """The indices of the tests of the first command."""
-    proven = {outcome.test for outcome in read_outcomes().values() if outcome.command == FIRST}
     chosen = {
         index
         for index, item in enumerate(items)
-        if function_id_of(item) not in costs or _is_design(item) or item.nodeid in proven
+        if function_id_of(item) not in costs or _is_design(item) or _has_caught_a_fault(item, FIRST)
     }
     spent = sum(costs.get(function_id_of(items[index]), CHEAP_SECONDS / 4) for index in chosen)
     by_module = defaultdict[Path, list[int]](list)
@@ -82,6 +82,17 @@ def choose_tests_of_first_command(
         chosen.update(added)
         spent += sum(costs[function_id_of(items[index])] for index in added)
     return chosen
+
+
+def _has_caught_a_fault(item: pytest.Item, command: str) -> bool:
+    """Whether the list of faults names a test; of one that has been given parameters since, all count."""
+    proven = _tests_that_caught_faults(command)
+    return item.nodeid in proven or function_id_of(item) in proven
+
+
+@functools.cache
+def _tests_that_caught_faults(command: str) -> frozenset[str]:
+    return frozenset(outcome.test for outcome in read_outcomes().values() if outcome.command == command)
 
 
 def _is_design(item: pytest.Item) -> bool:
@@ -118,11 +129,10 @@ def choose_tests_of_second_command(
     items: Sequence[pytest.Item], first: Set[int], costs: Mapping[str, float]
 ) -> set[int]:
     """The indices of the tests of the second command, where those of the first are `first`."""
-    proven = {outcome.test for outcome in read_outcomes().values() if outcome.command == THOROUGH}
     chosen, by_function = set[int](), defaultdict[str, list[int]](list)
     for index, item in enumerate(items):
         by_function[function_id_of(item)].append(index)
-        if item.nodeid in proven or item.get_closest_marker("whole") is not None:
+        if item.get_closest_marker("whole") is not None or _has_caught_a_fault(item, THOROUGH):
             chosen.add(index)
     for function, indices in by_function.items():
         done = (first | chosen) & set(indices)
