@@ -45,10 +45,11 @@ def call_without_varying_axes(call: Callable[[Any], Any], argument: Any) -> Any:
     with without_check_of_varying_axes():
         plain = without_varying_axes(argument)
         traced = jitted.trace(plain)
-        if not _has_collectives(traced.jaxpr):
-            return _compat.as_varying(jitted(plain), argument)
-    results = _primitive().bind(*jax.tree.leaves(argument), program=traced.jaxpr)
-    return jax.tree.unflatten(jax.tree.structure(traced.out_info), results)
+        results = None if _has_collectives(traced.jaxpr) else jitted(plain)
+    if results is not None:
+        return _compat.as_varying(results, argument)
+    leaves = _primitive().bind(*jax.tree.leaves(argument), program=traced.jaxpr)
+    return jax.tree.unflatten(jax.tree.structure(traced.out_info), leaves)
 
 
 def _has_collectives(program: Any) -> bool:

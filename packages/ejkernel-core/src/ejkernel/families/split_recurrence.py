@@ -13,7 +13,6 @@ without gradients corrects the outputs of that pass, which costs less than a sec
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,6 +25,7 @@ from ejkernel.planning import token_shards
 from ejkernel.planning.token_shards import PackedBorders, TokenShards, Transitions
 from ejkernel.promotion import with_standard_promotion
 from ejkernel.types.arguments import array_fields
+from ejkernel.types.residual_trees import ResidualTrees
 
 TOKENS_PER_SUM = 128
 """Tokens that one `lax.cumsum` adds up."""
@@ -150,9 +150,12 @@ def run_on_token_shard(
         (read, final), pull = jax.vjp(lambda fields: run(dataclasses.replace(main, **fields)), fields)
         final = _final_states_of_call(shards, exchanged, final)
         kept = exchanged._replace(summary=exchanged.summary._replace(unread=None))
-        return (read, final), (record, kept, pull)
+        return (read, final), trees.pack((record, kept, pull))
 
-    backward = functools.partial(_backward, rule, shards)
+    def backward(packed: list[jax.Array], cotangent: Any) -> tuple[Any]:
+        return _backward(rule, shards, trees.unpack(packed), cotangent)
+
+    trees = ResidualTrees()
     call.defvjp(with_standard_promotion(forward), with_standard_promotion(backward), symbolic_zeros=True)
     return call(record)
 

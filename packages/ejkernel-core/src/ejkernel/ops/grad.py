@@ -214,12 +214,15 @@ class _SavedForBackward:
     """The values that the gradient rule keeps from the forward pass for the backward pass.
 
     Attributes:
-        pullback: The argument of the backward function, without the cotangent.
+        pullback: The argument of the backward function, without the cotangent and the fields to differentiate.
+        field_mask: [0, 1 + n] bool, whose shape says which fields to differentiate. `jax.custom_vjp` may pair the
+            arrays of one trace with the tree of a later one, in which other fields were differentiated.
         config: The configuration of both passes of a paired implementation, on which its private residuals depend. The
             chain is not asked again: the backward pass may be traced outside of the overlay that it came from.
     """
 
     pullback: Pullback
+    field_mask: jax.Array
     config: Any = static(None)
 
 
@@ -245,15 +248,17 @@ def _forward(plan: CallPlan, marked: Any) -> tuple[Any, _SavedForBackward]:
     # The caller gets the output that carries the name. If a layer used the unnamed one, `jax.checkpoint` would run the
     # kernel again to compute it, although its policy saves the named one.
     results = name_results(results)
-    pullback = Pullback(record=record, cotangent=None, grad_fields=grad_fields, **results._asdict())
+    pullback = Pullback(record=record, cotangent=None, grad_fields=frozenset(), **results._asdict())
+    mask = _mask_of_fields(plan.op, grad_fields)
     config = forward.config if forward.implementation.paired else None
     result = (results.output, results.residuals.lse) if plan.returns_lse else results.output
-    return result, _SavedForBackward(pullback=pullback, config=config)
+    return result, _SavedForBackward(pullback=pullback, field_mask=mask, config=config)
 
 
 @with_standard_promotion
 def _backward(plan: CallPlan, saved_for_backward: _SavedForBackward, cotangent: Any) -> tuple[Any]:
-    saved, lse_cotangent = saved_for_backward.pullback, None
+    grad_fields = _fields_of_mask(plan.op, saved_for_backward.field_mask)
+    saved, lse_cotangent = dataclasses.replace(saved_for_backward.pullback, grad_fields=grad_fields), None
     if plan.returns_lse:
         cotangent, lse_cotangent = cotangent
         lse_cotangent = None if _is_symbolic_zero(lse_cotangent) else lse_cotangent
@@ -286,6 +291,17 @@ def _differentiated_record_fields(op: Op, marked: Any) -> frozenset[str]:
     if undefined:
         raise NotImplementedError(f"{op.name} has no gradient with respect to {', '.join(undefined)}")
     return frozenset(perturbed)
+
+
+def _mask_of_fields(op: Op, fields: frozenset[str]) -> jax.Array:
+    """Returns an array without entries whose shape says which fields are differentiated."""
+    bits = (1 << i for i, name in enumerate(sorted(op.family.differentiable)) if name in fields)
+    return jnp.zeros((0, 1 + sum(bits)), bool)
+
+
+def _fields_of_mask(op: Op, mask: jax.Array) -> frozenset[str]:
+    bits = mask.shape[1] - 1
+    return frozenset(name for i, name in enumerate(sorted(op.family.differentiable)) if bits >> i & 1)
 
 
 def _any_perturbed(value: Any) -> bool:
