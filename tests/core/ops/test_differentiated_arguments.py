@@ -19,9 +19,7 @@ def recurrence(mesh: jax.sharding.Mesh | None) -> Callable[..., Any]:
     return lambda *arrays: gated_linear_attention(*arrays, **options)
 
 
-def assert_gradients_do_not_depend_on_earlier_ones(
-    function: Callable[..., Any], arrays: tuple[jax.Array, ...]
-) -> None:
+def assert_gradients_do_not_depend_on_earlier_ones(function: Callable[..., Any], arrays: tuple[jax.Array, ...]) -> None:
     loss = jax.jit(lambda *arrays: jnp.sum(jnp.sin(function(*arrays))))
     everything = tuple(range(len(arrays)))
     want = jax.grad(loss, everything)(*arrays)
