@@ -16,6 +16,7 @@ from ejkernel.families.paged_attention.shared_prefix import split_prefix
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.cases.paged_inputs import PagedSizes
 from ejkernel.ops.device import DeviceInfo, target_device
+from ejkernel.types.pair_functions import score_function
 from ejkernel_pallas.tpu.mosaic.launch import DEFAULT_VMEM_LIMIT_BYTES, MIN_COMPILER_VMEM_BYTES
 from ejkernel_pallas.tpu.mosaic.paged_layout import caches_as_stored
 from ejkernel_pallas.tpu.paged_attention import MAX_TABLE_SMEM_WORDS, config, refusal_reasons
@@ -253,17 +254,19 @@ def vmem_bytes(record, spec):
 
 
 @pytest.mark.parametrize("prefix", [False, True])
-@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("terms", ["no pairs", "tree", "functions"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size"), [(32, 8, 128), (8, 8, 128), (8, 1, 128), (1, 1, 64), (16, 8, 256)]
 )
-def test_default_tiles_with_sinks_slopes_trees_and_a_prefix_fit_vmem(heads, kv_heads, size, tree, prefix):
+def test_default_tiles_with_sinks_slopes_trees_and_a_prefix_fit_vmem(heads, kv_heads, size, terms, prefix):
     shapes = {"query": (2048, heads, size), "key_pages": (2048, 16, kv_heads, 2, size), "block_tables": (4, 128)}
     shapes |= {"kv_lens": (4,), "query_start": (5,), "softmax_aux": (heads,), "alibi_slopes": (heads,)}
-    shapes |= ({"qq_bias": (2048, 2048)} if tree else {}) | ({"shared_prefix": ()} if prefix else {})
+    shapes |= ({"qq_bias": (2048, 2048)} if terms == "tree" else {}) | ({"shared_prefix": ()} if prefix else {})
     dtypes = dict.fromkeys(("query", "key_pages"), jnp.bfloat16)
     dtypes |= dict.fromkeys(("qq_bias", "softmax_aux", "alibi_slopes"), jnp.float32)
     arrays = {name: jax.ShapeDtypeStruct(x, dtypes.get(name, jnp.int32)) for name, x in shapes.items()}
+    if terms == "functions":
+        arrays["score_mod"] = score_function("score_mod", lambda s, b, h, q, k: s * 2.0**h + b * q - k, jnp.float32)
     record = dataclasses.replace(case(V2, "rounded operands"), compute_dtype=None, num_seqs=None, **arrays)
     device = DeviceInfo(platform="tpu", vendor="google", kind="TPU v5 lite")
     with target_device(device):

@@ -51,13 +51,13 @@ def _windows_of_terms(record: TiledAttention) -> tuple[Window, ...] | None:
         return None
     of_both = [n for n in program.terms() if program.reads_both(n)]
     others = [n for n in of_both if not _is_equality_of_sides(program, n)]
-    windows = [_window_of_comparison(program, n) for n in others]
+    windows = [window_of_comparison(program, n) for n in others]
     if len(of_both) - len(others) > 1 or any(x is None for x in windows):
         return None
     return tuple(x for x in windows if x is not None)
 
 
-def _window_of_comparison(program: ScalarProgram, n: int) -> Window | None:
+def window_of_comparison(program: ScalarProgram, n: int) -> Window | None:
     """Returns (left, right) such that a comparison holds for exactly `-left <= k - q <= right`; None for others."""
     node = program.nodes[n]
     if node.operation not in ("ge", "gt", "le", "lt"):

@@ -72,19 +72,27 @@ class SplitFunction:
 
 
 @functools.lru_cache(maxsize=256)
-def split_function(program: PairProgram) -> SplitFunction:
-    """Returns the two parts of a function."""
+def split_function(program: PairProgram, *, computes_keys: bool = False) -> SplitFunction:
+    """Returns the two parts of a function.
+
+    Args:
+        program: The function.
+        computes_keys: Whether the kernels compute scalars of a key too, so that rows of keys are elements of arrays.
+    """
     # Under a mesh, derivatives of scalars would have operations that place them.
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        return _split(program)
+        return _split(program, computes_keys)
 
 
-def _split(program: PairProgram) -> SplitFunction:
+def _split(program: PairProgram, computes_keys: bool) -> SplitFunction:
     flat, captured = _flattened(program), len(program.jaxpr.constvars)
     reads, from_arrays = _dependences(flat, captured, flat.invars[:captured])
     _, from_floats = _dependences(flat, captured, [x for x in flat.invars[:captured] if _is_float(x)])
     score, query, key = flat.invars[captured : -len(INDEX_NAMES)], flat.invars[-2], flat.invars[-1]
     kept = {query, key, *score}
+    if computes_keys:
+        scalar_steps = [eqn for eqn in flat.eqns if _is_scalar_step(eqn)]
+        kept |= {x for eqn in scalar_steps for x in eqn.outvars if "k_idx" in reads[x]}
 
     def is_row(x: Any) -> bool:
         of_pair = reads[x] >= {"q_idx", "k_idx"} or "score" in reads[x]
@@ -227,6 +235,12 @@ def _refusals(steps: Sequence[Any], row_variables: Sequence[Any], rows: Sequence
         yield f"got {len(rows)} values of a head, query or key, the kernels take at most {MAX_ROWS}"
 
 
+def _is_scalar_step(eqn: Any) -> bool:
+    """Returns whether the kernels have an operation, and its operands and results are scalars."""
+    dtypes = {str(x.aval.dtype) for x in (*eqn.invars, *eqn.outvars)}
+    return dtypes <= set(DTYPES) and not any(_unknown_operations(eqn))
+
+
 def _unknown_operations(eqn: Any) -> Iterator[str]:
     name = eqn.primitive.name
     if name in INLINED or name == "custom_jvp_call":
@@ -237,12 +251,13 @@ def _unknown_operations(eqn: Any) -> Iterator[str]:
         yield name
 
 
-def function_refusal_reasons(record: Any) -> Iterator[str]:
-    """Yields why kernels cannot compute the functions `score_mod` and `mask_mod` of a record."""
+def function_refusal_reasons(record: Any, *, computes_keys: bool = False) -> Iterator[str]:
+    """Yields why kernels cannot compute the functions `score_mod` and `mask_mod` of a record; see `split_function`."""
     for name in ("score_mod", "mask_mod"):
         function = getattr(record, name)
         if function is not None:
-            yield from (f"{name}: {reason}" for reason in split_function(function.program).refusals)
+            split = split_function(function.program, computes_keys=computes_keys)
+            yield from (f"{name}: {reason}" for reason in split.refusals)
 
 
 def row_values(function: PairFunction, rows: Sequence[Row], indices: Sequence[jax.Array]) -> list[jax.Array]:

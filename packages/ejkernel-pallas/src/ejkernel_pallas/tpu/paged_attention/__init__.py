@@ -13,7 +13,9 @@ import jax.numpy as jnp
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.paged_attention import FAMILY, PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
+from ejkernel.families.paged_attention.mask_functions import with_windows_of_function
 from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel_pallas.tpu.mosaic.paged_functions import paged_function_refusal_reasons
 from ejkernel_pallas.tpu.mosaic.paged_layout import key_and_value_share_row, make_code_format, rows_per_token
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention import config
@@ -27,11 +29,14 @@ SUPPORTED_OPTIONAL_FIELDS = frozenset(
         "chunk_size",
         "latent",
         "compute_dtype",
+        "index_origin",
         "logits_soft_cap",
+        "mask_mod",
         "new_keys",
         "new_values",
         "num_seqs",
         "qq_bias",
+        "score_mod",
         "shared_prefix",
         "sliding_window",
         "softmax_aux",
@@ -110,6 +115,7 @@ def refusal_reasons(record: PagedAttention) -> Generator[str]:
     if computes_narrower and jnp.dtype(record.compute_dtype) != jnp.bfloat16:
         yield f"compute_dtype: keys and values are rounded to bfloat16, not to {jnp.dtype(record.compute_dtype).name}"
     yield from _page_refusal_reasons(record)
+    yield from paged_function_refusal_reasons(with_windows_of_function(record))
     if record.shared_prefix is not None and record.new_keys is not None:
         yield from _written_prefix_refusal_reasons(record)
 

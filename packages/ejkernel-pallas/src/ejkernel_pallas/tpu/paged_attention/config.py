@@ -9,6 +9,7 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.ops.device import current_device
 from ejkernel_pallas.tpu.generations import is_v7x
+from ejkernel_pallas.tpu.mosaic.paged_functions import BY_HEAD, BY_QUERY, paged_functions
 from ejkernel_pallas.tpu.mosaic.paged_layout import MEMORY_TILE_ROWS, stores_tokens_along_lanes
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention.spec import (
@@ -74,7 +75,8 @@ def prefix_config(record: PagedAttention) -> TpuPaged:
     """Returns the tile sizes for the keys of a shared prefix: a small batch has one tile per core."""
     kind = current_device().kind
     parts = 2 if kind in TWO_CORE_DEVICE_KINDS else 1
-    most = default_tile_tokens(record) // (1 if record.alibi_slopes is None else 2)  # each row has a slope in VMEM
+    terms = (record.alibi_slopes, record.score_mod, record.mask_mod)
+    most = default_tile_tokens(record) // (1 if all(x is None for x in terms) else 2)  # each row has a slope in VMEM
     queries = min(most, cdiv(record.query.shape[0], parts))
     # A tile of one token has the mask of one sequence, and rows of a prefix have positions of their own.
     return TpuPaged(block_q=max(2, queries), block_kv=_default_block_keys(record, kind), parts=parts)
@@ -105,8 +107,11 @@ def default_tile_tokens(record: PagedAttention) -> int:
         MAX_TILE_ROWS * paged_cache.kv_heads(record) // heads, MAX_TILE_ELEMENTS // (heads * max(LANES, size) * words)
     )
     by_row = (record.softmax_aux is not None) + (record.alibi_slopes is not None)
+    functions = paged_functions(record)
+    if functions is not None:
+        by_row += functions.has_rows(BY_HEAD) + 2 * functions.has_rows(BY_QUERY)
     if by_row + (record.shared_prefix is not None) > 1:
-        most //= 2  # each row has a sink or a slope in VMEM, or an output in float32: larger tiles do not fit
+        most //= 2  # each row has sinks, slopes or values of functions in VMEM, or an output in float32
     if record.code_bits is not None:
         most = min(most, MAX_CODE_TILE_ROWS * paged_cache.kv_heads(record) // heads)
     if record.qq_bias is not None:

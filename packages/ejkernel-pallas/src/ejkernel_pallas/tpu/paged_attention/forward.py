@@ -12,9 +12,17 @@ from jax.experimental.pallas import tpu as pltpu
 from ejkernel.arithmetic import LOG2E, cdiv
 from ejkernel.families.paged_attention import PagedAttention, causal_window_bounds
 from ejkernel.families.paged_attention import pages as paged_cache
+from ejkernel.families.paged_attention.mask_functions import with_windows_of_function
 from ejkernel.families.paged_attention.shared_prefix import SharedPrefix, positions_and_contexts_of_rows, split_prefix
 from ejkernel.planning.softmax_merge import PartialAttention, merge
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch, resident_operand
+from ejkernel_pallas.tpu.mosaic.paged_functions import (
+    BY_KEY,
+    BY_QUERY,
+    values_by_head,
+    values_by_key,
+    values_by_query,
+)
 from ejkernel_pallas.tpu.mosaic.paged_layout import caches_by_ref_name
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention.config import TpuPaged, prefix_config, tile_sizes_of
@@ -43,34 +51,43 @@ def forward(record: PagedAttention, config: TpuPaged) -> tuple[tuple[jax.Array, 
     Returns:
         Output [T, H, Dv] in the query's dtype, lse [T, H] and the updated pages, if any; no residuals.
     """
+    record = with_windows_of_function(record)
     # Tokens share words in a latent cache. A copy cannot write half a word, so XLA writes them, in place.
     written: tuple[jax.Array, ...] = ()
     if record.latent is not None:
         record, written = paged_cache.write_new_tokens(record)
     elif record.code_bits is not None and record.new_keys is not None:
         record, written = write_code_pages(record)
-    sizes = tile_sizes_of(config)
+    sizes, values = tile_sizes_of(config), values_by_query(record)
     if record.shared_prefix is None:
-        output, lse, *pages = _attend(record, make_spec(record, sizes))
+        output, lse, *pages = _attend(record, make_spec(record, sizes), values)
         return (output, lse, *pages, *written), None
     prefix, suffix = split_prefix(record, masks_empty_sequences=False)
-    output, lse, *pages = _attend(suffix, make_spec(suffix, sizes, output_dtype=jnp.float32))
+    output, lse, *pages = _attend(suffix, make_spec(suffix, sizes, output_dtype=jnp.float32), values)
     # After the write, which is in place only if nothing reads the pages as they were.
     caches = dict(zip(("key_pages", "value_pages"), pages, strict=False))
     prefix = dataclasses.replace(prefix, record=dataclasses.replace(prefix.record, **caches))
-    results = _merge_prefix(record, _attend_prefix(prefix), (output, lse))
+    rows = positions_and_contexts_of_rows(record)
+    results = _merge_prefix(record, _attend_prefix(prefix, rows, values), (output, lse))
     return (*results, *pages, *written), None
 
 
-def _attend_prefix(prefix: SharedPrefix) -> tuple[jax.Array, jax.Array]:
-    """Returns output and lse of all query rows over the keys of a shared prefix."""
+def _attend_prefix(prefix: SharedPrefix, rows: jax.Array, values: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Returns output and lse of all query rows over the keys of a shared prefix.
+
+    Args:
+        prefix: The prefix.
+        rows: [T, 2] int32, position and context of each query row in its own sequence.
+        values: int32 [T, H, n], values that functions read by query, or None.
+    """
     record = prefix.record
     masks = causal_window_bounds(record)[0] is not None or record.chunk_size is not None
     if not masks:  # all keys come before all queries
         record = dataclasses.replace(record, causal=False, sliding_window=None)
-    by_row = RowTerms(positions=masks, contexts=record.alibi_slopes is not None)
+    reads_positions = record.score_mod is not None or record.mask_mod is not None
+    by_row = RowTerms(positions=masks or reads_positions, contexts=record.alibi_slopes is not None)
     spec = make_spec(record, tile_sizes_of(prefix_config(record)), row_terms=by_row, output_dtype=jnp.float32)
-    output, lse = _attend(record, spec, prefix.row_positions_and_contexts)
+    output, lse = _attend(record, spec, values, rows)
     return output, lse
 
 
@@ -86,12 +103,15 @@ def _merge_prefix(
     return output[0].astype(record.query.dtype), lse[0].T
 
 
-def _attend(record: PagedAttention, spec: PagedSpec, row_positions: jax.Array | None = None) -> tuple[jax.Array, ...]:
+def _attend(
+    record: PagedAttention, spec: PagedSpec, values: jax.Array | None, row_positions: jax.Array | None = None
+) -> tuple[jax.Array, ...]:
     """Returns output [T, H, Dv], lse [T, H] and the updated pages, if the kernel writes new tokens.
 
     Args:
         record: The record, without a shared prefix.
         spec: The kernel's constants.
+        values: int32 [T, H, n], values that functions read by query; None if there are none.
         row_positions: [T, 2] int32, position and context of each query row, if the spec has terms by row.
     """
     positions = None if row_positions is None or not spec.has_row_positions else row_positions[:, 0]
@@ -100,22 +120,24 @@ def _attend(record: PagedAttention, spec: PagedSpec, row_positions: jax.Array | 
         row_positions = None
     # A mapped call runs sequentially: scalar memory has room for the tables of one.
     run = custom_batching.sequential_vmap(lambda *arrays: tuple(_run_kernel(spec, *arrays)))
-    output, lse, *pages = run(record, work, row_positions)
+    output, lse, *pages = run(record, work, values, row_positions)
     shape = None if record.value_pages is not None else record.key_pages.shape
     pages = [x if shape is None else x.reshape(shape) for x in pages]
     return operands.unpack_outputs(record, spec, work, output), operands.unpack_lse(record, spec, work, lse), *pages
 
 
 def _run_kernel(
-    spec: PagedSpec, record: PagedAttention, work: WorkList, row_positions: jax.Array | None
+    spec: PagedSpec,
+    record: PagedAttention,
+    work: WorkList,
+    values: jax.Array | None,
+    row_positions: jax.Array | None,
 ) -> list[jax.Array]:
     """Runs the kernel: output [Hk, rows, Dv], lse [items, Hk, 1, rows of a tile], and the updated caches."""
     caches_by_name = caches_by_ref_name(record)
     tokens = dict(zip(("new_keys", "new_values"), operands.pack_new_tokens(record), strict=False))
     query = operands.pack_queries(record, spec, work)
-    terms = {} if row_positions is None else operands.pack_row_terms(row_positions, spec, work)
-    if spec.pair_bias_columns:
-        terms["pair_bias"] = operands.pack_pair_bias(record, spec, work)
+    terms = _terms_in_hbm(record, spec, work, values, row_positions)
     # lse is written in whole rows of 128 lanes.
     lanes = cdiv(spec.rows_per_tile, LANES) * LANES
     outputs = {
@@ -147,6 +169,19 @@ def _run_kernel(
     return list(results.values())
 
 
+def _terms_in_hbm(
+    record: PagedAttention, spec: PagedSpec, work: WorkList, values: jax.Array | None, row_positions: jax.Array | None
+) -> dict[str, jax.Array]:
+    """Returns the arrays of terms of the scores that the kernel copies with queries and keys."""
+    terms = {} if row_positions is None else operands.pack_row_terms(row_positions, spec, work)
+    if spec.pair_bias_columns:
+        terms["pair_bias"] = operands.pack_pair_bias(record, spec, work)
+    if values is not None:
+        terms["function_rows_by_query"] = operands.pack_values_by_query(values, spec, work)
+    by_key = values_by_key(record, spec.heads, spec.block_kv)
+    return terms if by_key is None else {**terms, "function_rows_by_key": by_key}
+
+
 def _tables(work: WorkList) -> dict[str, jax.Array]:
     """Returns the arrays in scalar memory."""
     tables = {
@@ -168,6 +203,9 @@ def _resident_operands(record: PagedAttention, spec: PagedSpec) -> dict[str, jax
     if record.alibi_slopes is not None:
         slopes = record.alibi_slopes.astype(jnp.float32) * operands.score_unit(spec)
         constants["alibi_slopes"] = operands.head_values_by_row(slopes, spec)
+    by_head = values_by_head(record)
+    if by_head is not None:
+        constants["function_rows_by_head"] = operands.pack_values_by_head(by_head, spec)
     if spec.tokens_per_tile > 1 and not spec.has_row_positions:
         tokens = jnp.arange(spec.rows_per_tile, dtype=jnp.int32) // spec.group_size
         constants["token_of_row"] = jnp.broadcast_to(tokens[:, None], (spec.rows_per_tile, LANES))
@@ -215,7 +253,7 @@ def kernel_scratch(spec: PagedSpec, lanes: int, caches_by_name: dict[str, jax.Ar
 
 
 def _scratch_of_row_terms(spec: PagedSpec) -> dict[str, Any]:
-    """Returns the scratch memory of the bias for pairs, and of what each row has for itself."""
+    """Returns the scratch memory of the bias for pairs, of what each row has for itself, and of functions."""
     scratch: dict[str, Any] = {}
     if spec.pair_bias_columns:
         size = bias_tokens_per_copy(spec)
@@ -228,6 +266,12 @@ def _scratch_of_row_terms(spec: PagedSpec) -> dict[str, Any]:
         scratch["position_buffer"] = pltpu.VMEM((2, spec.rows_per_tile, LANES), jnp.int32)
     if spec.has_row_contexts:
         scratch["context_buffer"] = pltpu.VMEM((2, spec.rows_per_tile, LANES), jnp.float32)
+    if spec.functions is not None and spec.functions.has_rows(BY_QUERY):
+        scratch["function_queries_buffer"] = pltpu.VMEM((2, spec.kv_heads, spec.rows_per_tile, LANES), jnp.int32)
+    if spec.functions is not None and spec.functions.has_rows(BY_KEY):
+        shape = (PREFETCHED_BLOCKS + 1, spec.functions.num_lines(spec.heads), 1, spec.block_kv)
+        scratch["function_keys_buffer"] = pltpu.VMEM(shape, jnp.int32)
+        scratch["function_keys_arrived"] = pltpu.SemaphoreType.DMA((PREFETCHED_BLOCKS + 1,))
     return scratch
 
 

@@ -15,6 +15,7 @@ from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.ops.device import current_device
 from ejkernel.planning.precision import product_precision
 from ejkernel_pallas.tpu.generations import has_256_wide_mxu, is_v7x
+from ejkernel_pallas.tpu.mosaic.paged_functions import BY_KEY, PagedFunctions, paged_functions
 from ejkernel_pallas.tpu.mosaic.paged_layout import CacheLayout, make_cache_layout
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 
@@ -87,6 +88,7 @@ class PagedSpec:
         output_dtype: Dtype of the output.
         value_scale: Factor on the output.
         num_cores: Cores of the chip that work on the list, each on items of its own.
+        functions: `score_mod` and `mask_mod`; None without them.
     """
 
     group_size: int
@@ -127,6 +129,7 @@ class PagedSpec:
     output_dtype: Any
     value_scale: float
     num_cores: int
+    functions: PagedFunctions | None = None
 
     @property
     def heads(self) -> int:
@@ -162,17 +165,11 @@ class PagedSpec:
         """
         if self.cache_layout.is_latent or self.cache_layout.codes is not None:  # their loads have no slices
             return 0
-        copies = (
-            self.pages_per_block
-            * (1 if self.cache_layout.has_combined_keys_and_values else 2)
-            * self.cache_layout.num_lane_groups
-        )
+        copies = self.pages_per_block * self.cache_layout.num_lane_groups
+        copies *= 1 if self.cache_layout.has_combined_keys_and_values else 2
         once = self.chunk_kv * self.chunks_per_step == self.block_kv and self.cache_layout.num_head_groups == 1
-        return (
-            cdiv(copies, self.copies_per_slice)
-            if self.tokens_per_tile == 1 and once and copies <= MAX_UNROLLED_COPIES
-            else 0
-        )
+        is_sliced = self.tokens_per_tile == 1 and once and copies <= MAX_UNROLLED_COPIES
+        return cdiv(copies, self.copies_per_slice) if is_sliced else 0
 
     @property
     def computes_blocks_in_one_step(self) -> bool:
@@ -218,13 +215,13 @@ def pair_bias_columns(record: PagedAttention) -> int:
 def heads_share_products(record: PagedAttention) -> bool:
     """Returns whether keys of several heads share one product if every sequence has one query.
 
-    A bias for pairs has one column per key, so its keys are in the order of positions, head by head.
+    A bias for pairs has one column per key, so its keys are in the order of positions, head by head; as are the values
+    of functions that are read by key.
     """
-    return (
-        record.qq_bias is None
-        and make_cache_layout(record).kv_heads_can_share_products
-        and _operand_dtype(record).itemsize == 2
-    )
+    functions = paged_functions(record)
+    if record.qq_bias is not None or (functions is not None and functions.has_rows(BY_KEY)):
+        return False
+    return make_cache_layout(record).kv_heads_can_share_products and _operand_dtype(record).itemsize == 2
 
 
 def make_spec(
@@ -253,7 +250,7 @@ def make_spec(
         value_dim=value_dim,
         **_query_row_fields(record, sizes, heads_per_product),
         **_key_block_fields(record, sizes, cache, heads_per_product),
-        **_pipeline_fields(heads_per_product),
+        **_pipeline_fields(record, heads_per_product),
         pages_per_sequence=1 if record.block_tables is None else record.block_tables.shape[1],
         cache_layout=cache,
         operand_dtype=operand,
@@ -272,6 +269,7 @@ def make_spec(
         output_dtype=jnp.dtype(record.query.dtype if output_dtype is None else output_dtype),
         value_scale=record.value_scale,
         num_cores=sizes.parts,
+        functions=paged_functions(record),
     )
 
 
@@ -350,7 +348,7 @@ def _key_block_fields(
     return {"part_kv": part, "block_kv": block, "chunk_kv": chunk, "chunks_per_step": per_step}
 
 
-def _pipeline_fields(heads_per_product: int) -> dict[str, Any]:
+def _pipeline_fields(record: PagedAttention, heads_per_product: int) -> dict[str, Any]:
     """Returns the fields of `PagedSpec` about what is computed and copied early.
 
     Computing scores early hides the MXU's latency, but takes registers. Where copies take longer than products, or keys
@@ -361,7 +359,7 @@ def _pipeline_fields(heads_per_product: int) -> dict[str, Any]:
     return {
         "lookahead": 2 if shared and not v7x else lookahead,
         "masked_lookahead": min(lookahead, 4) if shared else lookahead,
-        "stores_score_limits": shared and v7x,
+        "stores_score_limits": shared and v7x and record.score_mod is None,  # the minimum with NaN is NaN
         "copies_per_slice": 3 if v7x else 4,
     }
 

@@ -110,10 +110,11 @@ def shared_sink_arguments(key: jax.Array) -> dict[str, Any]:
 
 
 def functions_of_positions(key: jax.Array) -> dict[str, Any]:
-    """Returns functions that read arrays by sequence, head and distance; some queries attend no key."""
-    table, starts = jax.random.normal(key, (4, 9)), jax.random.randint(key, (5,), 0, 9)
+    """Returns functions that read arrays by sequence, head and key; some queries attend no key."""
+    slopes, starts = jax.random.normal(key, (4,)), jax.random.randint(key, (5,), 0, 9)
+    biases = jax.random.normal(key, (5, 9))
 
     def score_mod(score: Any, n: Any, h: Any, q_pos: Any, k_pos: Any) -> Any:
-        return score + table[h, jnp.minimum(q_pos - k_pos, 8)]
+        return score - slopes[h] * jnp.minimum(q_pos - k_pos, 8) + biases[n, k_pos % 9]
 
     return {**LSE, "score_mod": score_mod, "mask_mod": lambda n, h, q_pos, k_pos: k_pos >= starts[n] + h}

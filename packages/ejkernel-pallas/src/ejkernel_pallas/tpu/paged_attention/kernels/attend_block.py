@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 
 from ejkernel_pallas.tpu.mosaic.division import divide
 from ejkernel_pallas.tpu.mosaic.loops import for_each_index, fori_loop
-from ejkernel_pallas.tpu.paged_attention.kernels import copies, pair_bias
+from ejkernel_pallas.tpu.paged_attention.kernels import copies, pair_bias, pair_functions
 from ejkernel_pallas.tpu.paged_attention.kernels.copies import KeyBlock, WorkItem
 from ejkernel_pallas.tpu.paged_attention.kernels.load_codes import load_codes, make_code_chunk, store_value_norms
 from ejkernel_pallas.tpu.paged_attention.kernels.load_keys import (
@@ -99,6 +99,9 @@ def attend_block(
     if spec.pair_bias_columns:
         pl.when(has_prefetched_block)(lambda: pair_bias.copy_pair_bias(refs, prefetched_block, spec, wait=False))
         pair_bias.copy_pair_bias(refs, block, spec, wait=True)
+    if refs.function_rows_by_key is not None:
+        pl.when(has_prefetched_block)(lambda: pair_functions.copy_key_rows(refs, prefetched_block, spec, wait=False))
+        pair_functions.copy_key_rows(refs, block, spec, wait=True)
     copies.wait_for_page_copies(refs, block, (first * size, end * size), spec)
 
     if spec.computes_blocks_in_one_step:
@@ -224,6 +227,7 @@ def _attend_few_rows(
             keys, values = (functools.cache(partial(load_tiles, at, is_values)) for is_values in (False, True))
             rotary = partial(load_rotary, refs.buffers, at, spec) if spec.cache_layout.rotary_dim else None
             codes = None if spec.cache_layout.codes is None else make_code_chunk(refs, k, at, spec)
+            positions = pair_functions.key_positions(at, spec)
             return [
                 HeadChunk(
                     k * heads + n,
@@ -235,6 +239,8 @@ def _attend_few_rows(
                     columns,
                     bias,
                     codes,
+                    at,
+                    positions,
                 )
                 for n in range(heads)
             ]
@@ -325,6 +331,7 @@ def _attend_contiguous_heads(
             )
             heads = [k * heads_per_step + head for head in range(heads_per_step)]
             bias = 0 if key_chunk.has_pair_bias else None
+            positions = pair_functions.key_positions(key_chunk, spec)
             update_softmax(
                 refs,
                 [
@@ -336,6 +343,8 @@ def _attend_contiguous_heads(
                         mask,
                         key_offsets=columns,
                         bias_index=bias,
+                        key_chunk=key_chunk,
+                        key_positions=positions,
                     )
                     for x in heads
                 ],

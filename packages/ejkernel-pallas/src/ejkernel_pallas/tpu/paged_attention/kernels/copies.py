@@ -326,6 +326,9 @@ def copy_queries(refs: PagedRefs, item: WorkItem, slot: Any, spec: PagedSpec, *,
             for source, target in by_row
             if source is not None
         ]
+        if refs.function_rows_by_query is not None:
+            source, target = refs.function_rows_by_query.at[:, rows], refs.function_queries_buffer.at[slot, :, tile]
+            copies.append(pltpu.make_async_copy(source, target, arrived))
         for copy in copies:
             copy.wait() if wait else copy.start()
 

@@ -27,6 +27,8 @@ from ejkernel_pallas.tpu.mosaic.vectors import LANES, column_to_row, lane_groups
 from ejkernel_pallas.tpu.paged_attention.kernels.copies import WorkItem
 from ejkernel_pallas.tpu.paged_attention.kernels.load_codes import CodeChunk
 from ejkernel_pallas.tpu.paged_attention.kernels.load_keys import KeyChunk, key_and_head_of_index, num_head_groups
+from ejkernel_pallas.tpu.paged_attention.kernels.operands import score_unit
+from ejkernel_pallas.tpu.paged_attention.kernels.pair_functions import FunctionPairs, apply_functions
 from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs, ProductBuffers
 from ejkernel_pallas.tpu.paged_attention.spec import SMALL_PRODUCT_ROWS, PagedSpec
 from ejkernel_pallas.tpu.tiled_attention.kernels import score_chunk
@@ -80,6 +82,8 @@ class HeadChunk(NamedTuple):
             None without that term.
         bias_index: Index in `row_bias` of the keys' bias for pairs; None without it.
         codes: Signs and norms, if the cache has codes.
+        key_chunk: The chunk of keys.
+        key_positions: int32 [1, n], the keys' positions, for functions; None without them.
     """
 
     head: Any
@@ -91,6 +95,8 @@ class HeadChunk(NamedTuple):
     key_offsets: jax.Array | None = None
     bias_index: int | None = None
     codes: CodeChunk | None = None
+    key_chunk: KeyChunk | None = None
+    key_positions: jax.Array | None = None
 
 
 def init_softmax(refs: PagedRefs, head: Any, count: int) -> None:
@@ -166,7 +172,8 @@ def make_score_mask(
     if spec.tokens_per_tile == 1:  # the keys from `low` to `high` are then exactly those that the row attends
         masked = [refs.key_mask.at[n : n + 1, lane : lane + LANES] for lane in lanes]
         return lambda scores: [
-            _mask_scores(head_mask, x) + y[...] for head_mask, x, y in zip(head_masks, scores, masked, strict=True)
+            _mask_keys(_mask_scores(head_mask, x), y[...], spec)
+            for head_mask, x, y in zip(head_masks, scores, masked, strict=True)
         ]
     exists, offset = _attended_keys(refs, item, at, spec)
     key = at.first_key - rows.tile_position + offset
@@ -192,6 +199,13 @@ def _mask_scores(mask: Any, scores: jax.Array) -> jax.Array:
     if mask is None:
         return scores
     return jnp.where(mask, scores, -jnp.inf) if isinstance(mask, jax.Array) else jnp.minimum(scores, mask[...])
+
+
+def _mask_keys(scores: jax.Array, additive_mask: jax.Array, spec: PagedSpec) -> jax.Array:
+    """Returns scores with an additive mask; `score_mod` may return NaN for masked keys, to which -inf adds NaN."""
+    if spec.functions is None or spec.functions.score_mod is None:
+        return scores + additive_mask
+    return jnp.where(additive_mask == 0.0, scores, -jnp.inf)
 
 
 def _score_limit_ref(refs: PagedRefs, index: int, mask: jax.Array, n: int) -> Any:
@@ -313,7 +327,7 @@ def _update_chunk(refs: PagedRefs, chunk: HeadChunk, n: int, spec: PagedSpec) ->
     # left.
     highest = functools.reduce(jnp.maximum, lane_groups(scores[...]))
     shift = row_max = jnp.maximum(before, jnp.max(highest, axis=1, keepdims=True))
-    if chunk.apply_mask is not None:
+    if chunk.apply_mask is not None or spec.functions is not None:
         # In rows without any key so far exp2(-inf - 0) = 0, not NaN.
         shift = jnp.where(row_max == -jnp.inf, 0.0, row_max)
     refs.row_max[rows] = row_max
@@ -373,7 +387,17 @@ def _write_column_as_lanes(ref: Any, x: jax.Array, index: tuple[Any, ...], start
 
 
 def _compute_scores(refs: PagedRefs, chunk: HeadChunk, spec: PagedSpec) -> jax.Array:
-    """Returns scores as powers of two, before masking."""
+    """Returns scores as powers of two, before all masks but that of functions."""
+    s = _unmodified_scores(refs, chunk, spec)
+    if chunk.key_chunk is None or chunk.key_positions is None:
+        return s
+    slot, row, count, position = chunk.rows
+    pairs = FunctionPairs(chunk.head, slot, row, count, position, chunk.key_chunk, chunk.key_positions)
+    return apply_functions(refs, s, pairs, spec)
+
+
+def _unmodified_scores(refs: PagedRefs, chunk: HeadChunk, spec: PagedSpec) -> jax.Array:
+    """Returns scores as powers of two, or in their own unit if there is a `score_mod`."""
     query = refs.query_buffer[chunk.rows.buffer_slot, chunk.head, chunk.rows.row_slice, :]
     if chunk.codes is not None:
         s = _code_scores(query, chunk, chunk.codes, spec)
@@ -388,7 +412,8 @@ def _compute_scores(refs: PagedRefs, chunk: HeadChunk, spec: PagedSpec) -> jax.A
         s += _multiply(
             query[:, spec.cache_layout.elements_per_row :], chunk.load_rotary(), (1, 0), spec.operand_dtype, spec
         )
-    s = s * (spec.score_scale * LOG2E if spec.soft_cap is None else spec.score_scale / spec.soft_cap)
+    unit = score_unit(spec)
+    s = s * (spec.score_scale * unit)
     if chunk.key_offsets is not None:
         slopes = refs.alibi_slopes[chunk.head, chunk.rows.row_slice, :]
         columns = lane_groups(chunk.key_offsets)
@@ -396,13 +421,16 @@ def _compute_scores(refs: PagedRefs, chunk: HeadChunk, spec: PagedSpec) -> jax.A
             context = refs.context_buffer[chunk.rows.buffer_slot, chunk.rows.row_slice, :]
             columns = [x - context for x in columns]
         s += jnp.concatenate([slopes * x for x in columns], axis=1)
+    cap = None
+    if spec.soft_cap is not None:
+        cap = spec.soft_cap * (1.0 if spec.functions is not None and spec.functions.score_mod is not None else LOG2E)
     if chunk.bias_index is None:
-        return s if spec.soft_cap is None else jnp.tanh(s) * (spec.soft_cap * LOG2E)
+        return s if cap is None else jnp.tanh(s) * cap
     rows = pl.ds(0, 1) if spec.tokens_per_tile == 1 else chunk.rows.row_slice
     bias = jnp.broadcast_to(refs.row_bias[chunk.bias_index, rows, : s.shape[1]], s.shape)
     s += bias
     # tanh(-inf) is -1, so pairs that a bias of -inf masks are masked again.
-    return s if spec.soft_cap is None else jnp.where(bias == -jnp.inf, bias, jnp.tanh(s) * (spec.soft_cap * LOG2E))
+    return s if cap is None else jnp.where(bias == -jnp.inf, bias, jnp.tanh(s) * cap)
 
 
 def _code_scores(query: jax.Array, chunk: HeadChunk, codes: CodeChunk, spec: PagedSpec) -> jax.Array:

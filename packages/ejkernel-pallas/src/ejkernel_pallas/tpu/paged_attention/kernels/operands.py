@@ -88,8 +88,12 @@ def _pair_bias_rows(
 
 
 def score_unit(spec: PagedSpec) -> float:
-    """Returns the factor on what is added to scores, which are powers of two or arguments of the soft cap."""
-    return LOG2E if spec.soft_cap is None else 1 / spec.soft_cap
+    """Returns the factor on what is added to scores, which are powers of two or arguments of the soft cap or of
+    `score_mod`.
+    """
+    if spec.soft_cap is not None:
+        return 1 / spec.soft_cap
+    return 1.0 if spec.functions is not None and spec.functions.score_mod is not None else LOG2E
 
 
 def pack_row_terms(row_positions: jax.Array, spec: PagedSpec, work: WorkList) -> dict[str, jax.Array]:
@@ -135,6 +139,21 @@ def head_values_by_row(values: jax.Array, spec: PagedSpec) -> jax.Array:
         :, : spec.rows_per_tile
     ]
     return jnp.broadcast_to(rows[..., None], (*rows.shape, LANES))
+
+
+def pack_values_by_query(values: jax.Array, spec: PagedSpec, work: WorkList) -> jax.Array:
+    """Returns values of functions [T, H, n] as [Hk, rows, 128], in the order of packed queries, with a lane each."""
+    values = values.at[work.token_at_index].get(mode="fill", fill_value=0)
+    values = jnp.pad(values, ((0, 0), (0, spec.heads - values.shape[1]), (0, LANES - values.shape[2])))
+    values = values.reshape(-1, spec.kv_heads, spec.group_size, LANES).swapaxes(0, 1)
+    return values.reshape(spec.kv_heads, -1, LANES)
+
+
+def pack_values_by_head(values: jax.Array, spec: PagedSpec) -> jax.Array:
+    """Returns values of functions [1, H, n] for the rows of a tile, [Hk, rows of a tile, 128], with a lane each."""
+    values = jnp.pad(values[0], ((0, spec.heads - values.shape[1]), (0, LANES - values.shape[2])))
+    values = values.reshape(spec.kv_heads, spec.group_size, LANES)
+    return jnp.tile(values, (1, cdiv(spec.rows_per_tile, spec.group_size), 1))[:, : spec.rows_per_tile]
 
 
 def pack_new_tokens(record: PagedAttention) -> tuple[jax.Array, ...]:

@@ -4,6 +4,7 @@
     -----------------     ------------------------------------------------------  ------------------------------
     item i, block n       pages of blocks n+1 and n+2, of this item or the next   keys_buffer[PREFETCH + 1 slots]
                           their columns of the bias for pairs, if they have some  pair_bias_buffer, as many
+                          values that functions read by key                       function_keys_buffer, as many
                           queries of item i+1                                     query_buffer[2]
                           output and lse of item i-1                              output_buffer[2], lse_buffer[2]
                           new tokens of item i+2, into their pages                none: from HBM to HBM
@@ -23,7 +24,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ejkernel_pallas.tpu.mosaic.loops import for_each_index, fori_loop
-from ejkernel_pallas.tpu.paged_attention.kernels import copies, pair_bias
+from ejkernel_pallas.tpu.paged_attention.kernels import copies, pair_bias, pair_functions
 from ejkernel_pallas.tpu.paged_attention.kernels.attend_block import attend_block, call_with_row_count
 from ejkernel_pallas.tpu.paged_attention.kernels.copies import KeyBlock, PrefetchCursor, WorkItem
 from ejkernel_pallas.tpu.paged_attention.kernels.online_softmax import ProductRows, init_softmax, write_results
@@ -54,6 +55,8 @@ def paged_attention_kernel(refs: PagedRefs, *, spec: PagedSpec) -> None:
             pl.when(exists)(lambda: copies.start_page_copies(refs, block, spec))
             if spec.pair_bias_columns:
                 pl.when(exists)(lambda: pair_bias.copy_pair_bias(refs, block, spec, wait=False))
+            if refs.function_rows_by_key is not None:
+                pl.when(exists)(lambda: pair_functions.copy_key_rows(refs, block, spec, wait=False))
             pl.when(slot == 0)(lambda: copies.copy_queries(refs, item, 0, spec, wait=False))
             return cursor.cursor_of_next_block(refs.work_items, end)
 

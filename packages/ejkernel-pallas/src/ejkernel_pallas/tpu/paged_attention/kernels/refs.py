@@ -47,6 +47,9 @@ class PagedRefs:
             queries, in the unit of scores. `PagedSpec.pair_bias_columns` follow `block_kv` columns of zeros.
         row_positions: int32 [rows, 128], in HBM: the position of each row in its sequence, the same in every lane.
         row_contexts: float32 [rows, 128], in HBM: the tokens before the queries of each row's sequence.
+        function_rows_by_head: int32 [Hk, rows of a tile, 128]: values of functions, a lane each, as listed by
+            `mosaic.paged_functions`. `function_rows_by_query` [Hk, rows, 128] and `function_rows_by_key` [N|1, lines,
+            1, keys], a line each, are in HBM.
         query_buffer: Scratch, [2, Hk, rows of a tile, D]; same for `output_buffer` and `lse_buffer`.
         row_max: Scratch, [Hk, rows of a tile, 128], the same in every lane.
         row_sum: Scratch, [Hk, rows of a tile, 128]; a partial sum in every lane.
@@ -63,11 +66,13 @@ class PagedRefs:
         row_bias: Scratch, float32 [chunks, rows of a tile, keys]: the bias of each row and key of a product; one row
             per chunk if a tile has one token.
         position_buffer: Scratch, int32 [2, rows of a tile, 128]; same for `context_buffer`.
+        function_queries_buffer: Scratch, int32 [2, Hk, rows of a tile, 128]: the functions' values of the tile's rows.
+        function_keys_buffer: Scratch, int32 [3, lines, 1, block_kv]: the functions' values of a block's keys.
         head_keys: Scratch, [Hk, part, D]; same for `head_values`.
         query_arrived: DMA semaphores, one per query buffer.
         results_sent: DMA semaphores, one per output buffer.
         pages_arrived: DMA semaphores, one per block buffer.
-        pair_bias_arrived: DMA semaphores, one per block buffer.
+        pair_bias_arrived: DMA semaphores, one per block buffer; same for `function_keys_arrived`.
         write_counts: int32 [2] in scalar memory: how many pages and how many single tokens have copies to the cache
             that have started.
         tokens_written: DMA semaphore.
@@ -114,15 +119,21 @@ class PagedRefs:
     pair_bias: Ref = None
     row_positions: Ref = None
     row_contexts: Ref = None
+    function_rows_by_head: Ref = None
+    function_rows_by_query: Ref = None
+    function_rows_by_key: Ref = None
     score_limits: Ref = None
     key_mask: Ref = None
     pair_bias_buffer: Ref = None
     row_bias: Ref = None
     position_buffer: Ref = None
     context_buffer: Ref = None
+    function_queries_buffer: Ref = None
+    function_keys_buffer: Ref = None
     head_keys: Ref = None
     head_values: Ref = None
     pair_bias_arrived: Ref = None
+    function_keys_arrived: Ref = None
     write_counts: Ref = None
     tokens_written: Ref = None
 

@@ -1,0 +1,143 @@
+"""`score_mod` and `mask_mod` in the paged-attention kernel, interpreted, against the family's meaning."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tpu_paged_records import QUICKLY, lowered
+from tpu_records import close, interpreted
+
+from ejkernel.families.paged_attention import reference
+from ejkernel.families.paged_attention.mask_functions import with_windows_of_function
+from ejkernel.modules.operations.cases import paged_inputs
+from ejkernel.modules.operations.cases.paged_inputs import PagedSizes
+from ejkernel.types.pair_functions import mask_function, score_function
+from ejkernel_pallas.tpu.mosaic import paged_functions
+from ejkernel_pallas.tpu.paged_attention import refusal_reasons
+from ejkernel_pallas.tpu.paged_attention.config import TpuPaged, tile_sizes_of
+from ejkernel_pallas.tpu.paged_attention.forward import forward
+from ejkernel_pallas.tpu.paged_attention.spec import make_spec
+
+V2, V3 = "ragged_page_attention_v2", "ragged_page_attention_v3"
+TILES, SINGLE = TpuPaged(block_q=8, block_kv=128, parts=2), TpuPaged(block_q=1, block_kv=128)
+TILES_OF_ONE = tile_sizes_of(SINGLE)
+RANDOM = np.random.default_rng(5)
+SLOPES, BIASES, HEAD_BIASES = (jnp.asarray(RANDOM.normal(size=n), jnp.float32) for n in (4, (3, 384), (4, 384)))
+FLAGS, STARTS = jnp.asarray(RANDOM.random((3, 384)) < 0.7), jnp.array([150, 30, 0], jnp.int32)
+DOCUMENTS = jnp.asarray(np.sort(RANDOM.integers(0, 3, (3, 384))), jnp.int32)
+
+
+def score(function):
+    return {"score_mod": score_function("score_mod", function, jnp.float32)}
+
+
+def mask(function):
+    return {"mask_mod": mask_function("mask_mod", function)}
+
+
+def decay(s, b, h, q, k):
+    return jnp.where(k == q, s, s * (1 + 0.1 * SLOPES[h]) - 0.01 * jnp.abs(q - k) * (b + 1))
+
+
+def masking(s, b, h, q, k):
+    """Finite for pairs that attend, and otherwise NaN, infinite, or -inf for pairs that it masks itself."""
+    return jnp.where((q - k) % 9 == 1, -jnp.inf, s + 0.1 * jnp.log1p((q - k).astype(jnp.float32)))
+
+
+def by_key(s, b, h, q, k):
+    return s + BIASES[b, k] + HEAD_BIASES[h, k] + SLOPES[h]
+
+
+def flagged(b, h, q, k):
+    return (FLAGS[b, k] | (k % 4 == q % 4)) & ((k >> 3) % 2 != h) & (k >= STARTS[b])
+
+
+def same_document(b, h, q, k):
+    return (DOCUMENTS[b, q] == DOCUMENTS[b, k]) & (q - k < 100)
+
+
+CASES = {
+    "decoding, heads share products": (V2, SINGLE, score(masking) | mask(lambda b, h, q, k: k >= STARTS[b] + h)),
+    "decoding, values by key, soft cap": (V2, SINGLE, score(by_key) | mask(flagged) | {"logits_soft_cap": 1.5}),
+    "tiles, values by key, slopes": (V2, TILES, score(by_key) | mask(flagged) | {"alibi_slopes": SLOPES}),
+    "tiles, prefix, sinks, chunks": (
+        V2,
+        TILES,
+        score(decay)
+        | mask(lambda b, h, q, k: (k % 5 >= b) & (q - k < 100))
+        | {"shared_prefix": jnp.int32(30), "chunk_size": 140, "softmax_aux": SLOPES},
+    ),
+    "written, scores of -inf and NaN": (V3, TILES, score(masking) | mask(same_document)),
+}
+
+
+def decoding(heads=(4, 2), **fields):
+    """A call with three sequences of up to 384 tokens, one query row each."""
+    sizes = PagedSizes(kv_lens=(300, 40, 130), q_lens=(1, 1, 1), dtype=jnp.bfloat16, h=heads[0], g=heads[1])
+    return dataclasses.replace(lowered(V2, paged_inputs.v2_inputs, sizes), **fields)
+
+
+def far(b, h, q, k):
+    return (q - k < 40) & (k <= q + 3)
+
+
+def test_windows_of_a_mask_function_are_windows():
+    """Keys before a window are not copied; other terms stay a function."""
+    record = with_windows_of_function(decoding(**mask(far), sliding_window=(50, None)))
+    assert (record.sliding_window, record.mask_mod) == ((39, 3), None)
+    record = with_windows_of_function(decoding(**mask(lambda b, h, q, k: far(b, h, q, k) & (k >= STARTS[b]))))
+    assert record.sliding_window == (39, 3)
+    assert record.mask_mod is not None
+    behind = decoding(**mask(lambda b, h, q, k: k <= q - 5))
+    assert with_windows_of_function(behind).mask_mod is behind.mask_mod
+    assert with_windows_of_function(behind).sliding_window is None
+
+
+def test_values_of_keys_alone_are_read_in_the_order_of_positions():
+    assert (
+        make_spec(decoding(**score(decay) | mask(lambda b, h, q, k: k > STARTS[b])), TILES_OF_ONE).heads_per_product > 1
+    )
+    assert make_spec(decoding(**score(by_key)), TILES_OF_ONE).heads_per_product == 1
+
+
+@pytest.mark.parametrize(
+    ("record", "sentence"),
+    [
+        (lambda: decoding(**score(lambda s, b, h, q, k: s + BIASES[0, q - k])), "indexed by query and key together"),
+        (lambda: decoding(**score(lambda s, b, h, q, k: s.astype(jnp.float16) * 2)), "values of float16"),
+        (
+            lambda: decoding((32, 1), **score(by_key)),
+            "score_mod: got a value of head and key with 32 query heads per KV head, the kernel takes at most 16",
+        ),
+        (
+            lambda: decoding(**score(by_key), shared_prefix=jnp.int32(20)),
+            "shared_prefix: got values of sequence and key in score_mod, which keys of a prefix do not have",
+        ),
+    ],
+)
+def test_refused_functions_name_their_reason(record, sentence):
+    (reason,) = refusal_reasons(record())
+    assert sentence in reason
+
+
+def test_too_many_values_of_keys_are_refused(monkeypatch):
+    monkeypatch.setattr(paged_functions, "MAX_VALUES_BY_KEY", 900)
+    (reason,) = refusal_reasons(decoding(**score(lambda s, b, h, q, k: s + BIASES[b, k] + BIASES[0, k])))
+    assert reason.endswith(" values of keys, the kernel takes at most 900")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_functions(name):
+    """Several blocks of keys, and sequences without keys that they attend."""
+    op, params, fields = CASES[name]
+    q_lens = (20, 1, 33) if params is TILES else (1, 1, 1)
+    sizes = PagedSizes(kv_lens=(300, 40, 130), q_lens=q_lens, dtype=jnp.bfloat16, g=2, h=4)
+    make, options = (paged_inputs.v2_inputs, {}) if op == V2 else (paged_inputs.v3_inputs, {"softmax_scale": None})
+    record = dataclasses.replace(lowered(op, make, sizes, **options), **fields)
+    assert not list(refusal_reasons(record))
+    with interpreted():
+        got = jax.jit(lambda record: forward(record, params)[0], compiler_options=QUICKLY)(record)
+    for x, wanted in zip(got, reference(record)[0], strict=True):
+        close(x, wanted, record.query.dtype)
