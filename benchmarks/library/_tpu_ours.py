@@ -369,6 +369,28 @@ def pages(queries: int, page: int = 16, trees: bool = False, prefix: int = 0) ->
     return Workload(function=function, args=args, flops=4 * pairs * heads * SIZE, min_hbm_bytes=size)
 
 
+def pages_with_term(term: str, by_function: bool, queries: int) -> Workload:
+    """Ragged paged attention as in `pages`, with a window of 1024 keys, ALiBi slopes or a soft cap, by the argument for
+    it or by a function of pairs.
+    """
+    slopes, plain = jnp.exp2(-8.0 * (jnp.arange(32) + 1) / 32), pages(queries)
+
+    def decay(score: Any, b: Any, h: Any, q_pos: Any, k_pos: Any) -> Any:
+        return score + slopes[h] * (k_pos - q_pos)
+
+    arguments, functions = {
+        "window": ({"sliding_window": 1024}, {"mask_mod": lambda b, h, q, k: q - k < 1024}),
+        "slopes": ({"alibi_slopes": slopes}, {"score_mod": decay}),
+        "soft cap": ({"logits_soft_cap": 20.0}, {"score_mod": lambda s, b, h, q, k: 20.0 * jnp.tanh(s / 20.0)}),
+    }[term]
+    options: dict[str, Any] = functions if by_function else arguments
+
+    def function(*args: Any) -> Any:
+        return ragged_page_attention_v2(*args, **options, platform="pallas")
+
+    return dataclasses.replace(plain, function=function)
+
+
 def code_pages(queries: int = 1, signs: int = SIZE, length: int = 2048) -> Workload:
     """The same sequences in a TurboQuant cache: 4-bit keys, their signs if there are some, and 4-bit values."""
     sequences, heads, kv_heads, page = 16, 32, 8, 128

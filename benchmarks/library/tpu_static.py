@@ -214,6 +214,12 @@ ALL = (
     case("paged decode of 8 draft tokens, a tree per sequence, ejkernel", "pages", OURS, queries=8, trees=True),
     case("paged decode, shared prefix of 1792, ejkernel", "pages", OURS, queries=1, prefix=1792),
     case("paged prefill of 512, ejkernel", "pages", OURS, queries=512),
+    *(
+        case(f"paged {kind}, {term}{by}, ejkernel", "pages_with_term", OURS, term=term, by_function=bool(by), queries=n)
+        for kind, n in (("decode", 1), ("prefill of 512", 512))
+        for term, name in (("window", "mask_mod"), ("slopes", "score_mod"), ("soft cap", "score_mod"))
+        for by in ("", f" by {name}")
+    ),
     case("paged prefill of 512, JAX ragged, 32 pages a block", "ragged_pages", queries=512, pages=32, q_block=128),
     *LATENT,
     *GROUPED,
