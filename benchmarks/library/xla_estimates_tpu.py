@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules import lightning_indexer, token_sparse_attention
+from ejkernel.modules import lightning_indexer, native_sparse_attention, token_sparse_attention
 from ejkernel_pallas.tpu.profile import CHIPS
 from ejkernel_pallas.tpu.profile.compiling import compiling_for
 
@@ -113,6 +113,50 @@ def grouped_lists(queries: int, keys: int, listed: int = 2048) -> Call:
     return Call(f"listed keys, grouped, {queries} queries, {keys} keys", forward, args, (4, -(-queries // 4)))
 
 
+def latent_pages(requests: int, keys: int, width: int, listed: int = 2048, slots: int = 64) -> Call:
+    """The decode step of `latent_lists` over pages, with rows of 576 channels or padded ones."""
+
+    def forward(query: Any, cache: Any, indices: Any, tables: Any) -> Any:
+        options: dict[str, Any] = {"block_tables": tables, "softmax_scale": 0.1, "value_size": 512}
+        return token_sparse_attention(query, cache, None, indices, **options, platform="xla")
+
+    shape = jax.ShapeDtypeStruct
+    args = (
+        shape((requests, 1, 128, width), jnp.bfloat16),
+        shape((requests * keys // slots, slots, 1, width), jnp.bfloat16),
+        shape((requests, 1, listed), jnp.int32),
+        shape((requests, keys // slots), jnp.int32),
+    )
+    return Call(f"listed keys, latent, decode, {requests} queries, rows of {width}", forward, args, (requests,))
+
+
+def grouped_pages(requests: int, keys: int, listed: int = 2048, slots: int = 64) -> Call:
+    """The decode step of `grouped_lists` over pages. XLA takes 1 KV head and 4 queries at a time."""
+
+    def forward(query: Any, key: Any, value: Any, indices: Any, tables: Any) -> Any:
+        return token_sparse_attention(query, key, value, indices, block_tables=tables, platform="xla")
+
+    shape = jax.ShapeDtypeStruct
+    pages = shape((requests * keys // slots, slots, 4, 128), jnp.bfloat16)
+    lists = shape((requests, 1, listed), jnp.int32), shape((requests, keys // slots), jnp.int32)
+    args = (shape((requests, 1, 64, 128), jnp.bfloat16), pages, pages, *lists)
+    return Call(f"listed keys, grouped, decode, {requests} queries", forward, args, (4, -(-requests // 4)))
+
+
+def block_pages(requests: int, keys: int, blocks: int = 16, slots: int = 64) -> Call:
+    """The decode step of native sparse attention over pages: blocks of 64 keys. XLA takes 1 KV head and 8 queries."""
+
+    def forward(query: Any, key: Any, value: Any, indices: Any, tables: Any) -> Any:
+        options: dict[str, Any] = {"block_indices": indices, "block_size": 64, "block_tables": tables}
+        return native_sparse_attention(query, key, value, **options, platform="xla")
+
+    shape = jax.ShapeDtypeStruct
+    pages = shape((requests * keys // slots, slots, 4, 128), jnp.bfloat16)
+    lists = shape((requests, 1, 4, blocks), jnp.int32), shape((requests, keys // slots), jnp.int32)
+    args = (shape((requests, 1, 64, 128), jnp.bfloat16), pages, pages, *lists)
+    return Call(f"listed blocks, decode, {requests} queries", forward, args, (4, -(-requests // 8)))
+
+
 QUICK = (indexer(8, 512, 256),)
 ALL = (
     *(indexer(queries, 32768) for queries in (1, 8, 256)),
@@ -120,6 +164,9 @@ ALL = (
     *(indexer_pages(16, queries, 32768) for queries in (1, 2, 8)),
     indexer_pages(16, 1, 32768, "float8_e4m3fn"),
     indexer_pages(16, 1, 131072),
+    *(latent_pages(16, 32768, width) for width in (576, 640)),
+    grouped_pages(16, 32768),
+    block_pages(16, 32768),
     *(make(256, keys) for make in (latent_lists, grouped_lists) for keys in (8192, 32768, 131072)),
 )
 
