@@ -82,6 +82,13 @@ def test_lines_of_the_toolchain_table(found):
     assert "cuda (2): not confirmed with jax 0.12 on sm_90, but with jax 0.11" in text
 
 
+def test_toolchains_are_not_listed_without_kernels_for_gpus(found):
+    found.implementations = {"one": (kernel("xla", (), Implementation),)}
+    rows = toolchains.confirmed_kernels_by_toolchain(found, [DeviceInfo(platform="cpu")])
+    (line,) = toolchains.confirmed_kernels_lines(rows, "2026-11-26")
+    assert line == "Kernels for GPUs: none, as no installed backend but XLA has any"
+
+
 def test_the_command_prints_what_pip_installs():
     runner, versions = CliRunner(), toolchains.resolved_versions()
     printed = runner.invoke(main, ["doctor"]).output

@@ -145,6 +145,10 @@ def confirmed_kernels_to_dicts(rows: Iterable[ConfirmedKernels]) -> list[dict[st
 
 def confirmed_kernels_lines(rows: Iterable[ConfirmedKernels], date: str) -> Iterator[str]:
     """Yields standings as lines of text."""
+    rows = list(rows)
+    if not any(one.confirmed or one.unconfirmed_by_reason for one in rows):
+        yield "Kernels for GPUs: none, as no installed backend but XLA has any"
+        return
     yield f'Kernels for GPUs, by toolchain; versions that `pip install "ejkernel[gpu]"` installed on {date}'
     for one in rows:
         yield f"  {one.toolchain}, {one.chip}: {one.versions or 'no toolchain'}"
