@@ -16,7 +16,7 @@ def pair_cases_with_chips(
     """Returns pairs of a case and a chip in which every case and every chip appears.
 
     What a compiler says depends on the kernel and on the chip, and seldom on the pair of them: each kernel is compiled
-    for each chip with some case. `EJKERNEL_EVERY_CHIP=1` asks for all pairs.
+    for each chip with some case. `EJKERNEL_EVERY_CHIP=1` asks for all pairs. `nox -s thorough` runs some of them.
 
     Args:
         cases: The cases of a kernel.
