@@ -47,7 +47,7 @@ def test_tiles_of_tuned_entries_are_valid(file):
         blocks = [forward_blocks(part)] if direction == "forward" else backward_blocks(part)
         for found in blocks:
             made = make_spec(record(4096, causal=True), found)
-            assert (made.block_q, made.block_kv, made.chunk_q, made.chunk_kv) == found
+            assert (made.block_q, made.block_kv, made.chunk_q, made.chunk_kv) == found[:4]
 
 
 @pytest.mark.parametrize(("chip", "direction"), SHIPPED)
