@@ -143,6 +143,15 @@ def test_nvfp4():
     np.testing.assert_allclose(got, X @ weights.T, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("convert", "name", "size"), [(from_mxfp4, "scales", 32), (from_nvfp4, "weight_scale", 16)], ids=["mxfp4", "nvfp4"]
+)
+def test_scales_of_other_rows_are_refused(convert, name, size):
+    codes, scales = jnp.zeros((N, K // 2), jnp.uint8), jnp.zeros((N - 1, K // size), jnp.uint8)
+    with pytest.raises(ValueError, match=rf"{name}: got shape \(31, {K // size}\), wants \[32, K / {size}\]"):
+        convert(codes, scales)
+
+
 def test_float8_in_blocks():
     weight, scales = float8(2, 160, 256), scales_of(2, 2, 2, dtype=np.float32)
     x = RANDOM.normal(size=(3, 256)).astype(np.float32)

@@ -136,8 +136,10 @@ def from_mxfp4(blocks: jax.Array, scales: jax.Array) -> MatmulArguments:
     Raises:
         ValueError: Shapes do not fit together.
     """
+    rows = blocks.shape[: max(scales.ndim - 1, 1)]
+    _check_scales_of_rows("scales", scales, rows, "K / 32")
     if blocks.ndim == scales.ndim + 1:
-        blocks = blocks.reshape(*scales.shape[:-1], -1)
+        blocks = blocks.reshape(*rows, -1)
     words = _uint32_words_from_bytes("blocks", blocks)
     _, group = _columns_and_group_size("scales", scales.shape[-1], words.shape[-1] * 8)
     return _matmul_arguments(words, {"scales": scales}, mode="mxfp4", bits=4, group_size=group)
@@ -156,6 +158,7 @@ def from_nvfp4(weight: jax.Array, weight_scale: jax.Array, weight_scale_2: jax.A
         ValueError: Shapes do not fit together.
     """
     words = _uint32_words_from_bytes("weight", weight)
+    _check_scales_of_rows("weight_scale", weight_scale, words.shape[:-1], "K / 16")
     _, group = _columns_and_group_size("weight_scale", weight_scale.shape[-1], words.shape[-1] * 8)
     stored = {"scales": weight_scale}
     if weight_scale_2 is not None:
@@ -247,6 +250,13 @@ def _unpack_awq_codes(name: str, packed: jax.Array) -> jax.Array:
     words = _uint32_words_from_int32(name, packed)
     nibbles = unpack(words, 4, words.shape[-1] * 8).reshape(*words.shape, 8)
     return nibbles[..., jnp.array(AWQ_NIBBLE_ORDER)].reshape(*words.shape[:-1], -1)
+
+
+def _check_scales_of_rows(name: str, scales: jax.Array, rows: tuple[int, ...], groups: str) -> None:
+    """Raises ValueError unless scales have the leading axes of their weights, [..., N]."""
+    if scales.shape[:-1] != rows:
+        wants = ", ".join([*map(str, rows), groups])
+        raise ValueError(f"{name}: got shape {tuple(scales.shape)}, wants [{wants}] for the rows of the weights")
 
 
 def _columns_and_group_size(name: str, groups: int, columns: int) -> tuple[int, int]:
