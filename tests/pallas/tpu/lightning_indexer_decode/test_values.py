@@ -10,6 +10,7 @@ from tpu_races import found
 from tpu_records import interpreted, simulated
 
 from ejkernel.families.lightning_indexer import LightningIndexer, reference
+from ejkernel.ops.device import find_device
 from ejkernel_pallas.tpu.lightning_indexer_decode import config, implementations
 from ejkernel_pallas.tpu.lightning_indexer_decode.config import TpuIndexerDecodeTiles
 from ejkernel_pallas.tpu.lightning_indexer_decode.forward import forward
@@ -104,6 +105,14 @@ def test_calls_that_the_kernel_cannot_hold_are_refused():
         assert sentence in " ".join(reasons(dataclasses.replace(given, **changes)))
     with pytest.raises(ValueError, match="block_k: got 1000"):
         TpuIndexerDecodeTiles(block_k=1000)
+
+
+def test_several_queries_of_few_keys_go_to_xla():
+    (implementation,) = implementations()
+    for queries, keys, is_first in ((2, 2048, True), (8, 12287, False), (8, 12288, True)):
+        query, key = (jax.ShapeDtypeStruct(x, jnp.float32) for x in ((1, queries, 64, 128), (1, keys, 128)))
+        given = dataclasses.replace(record(), top_k=2048, query=query, key=key)
+        assert (implementation.priority(given, find_device("v5e"), "forward") > 0) == is_first
 
 
 @pytest.mark.parametrize("slots", [0, 64, 384])
