@@ -33,9 +33,9 @@ MAX_SMEM_WORDS = 2**17
 def _priority(record: LightningIndexer, device: DeviceInfo, direction: Direction) -> int:
     """Returns the place in the order of choice: after XLA's for several queries that select from few keys.
 
-    On v6e, the estimates of 16 requests that select 2048 keys are 464 µs for one query of 32768 keys, where XLA's program
-    takes 5686 without its sorts, but 1174 for eight queries of 4096 keys, where it takes 698. XLA's time grows with its
-    tiles of keys, which have at least as many keys as are selected; the two meet at some 5 tiles
+    On v6e, the estimates of 16 requests that select 2048 keys are 464 µs for one query of 32768 keys, where XLA's
+    program takes 5686 without its sorts, but 1174 for eight queries of 4096 keys, where it takes 698. XLA's time grows
+    with its tiles of keys, which have at least as many keys as are selected; the two meet at some 5 tiles
     (docs/lab/tpu_kernels.md).
     """
     has_many_tiles = num_keys(record) >= MIN_TILES_OF_XLA * max(MIN_TILE_OF_XLA, record.top_k)
