@@ -44,7 +44,7 @@ IN_ROTATION = (
 )
 """The transforms that compile programs which a case's value and gradients do not need, or run those again."""
 
-TRANSFORMS_PER_CASE = 2
+TRANSFORMS_PER_CASE = 1
 """In how many of these transforms the stronger design has each implementation on each case."""
 
 OF_INVARIANCE = "test_batch_invariance"
