@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ejkernel.families.tiled_attention import TiledAttention, causal_window_bounds
+from ejkernel.families.tiled_attention import invariance_limits as limits_of_family
 from ejkernel.ops.params import Direction
 from ejkernel_xla.sizes import check_positive
 from ejkernel_xla.tiled_attention.plan import SCORES_PER_STEP
@@ -71,13 +72,7 @@ def batch_invariant(record: TiledAttention, device: Any, direction: Direction) -
 
 def invariance_limits(record: TiledAttention) -> Iterator[str]:
     """Yields why rows of a record depend on the rest of its call."""
-    if record.dropout_prob > 0:
-        yield "dropout_prob: which weights are dropped follows from a row's place in the batch"
-    if record.pattern is not None:
-        yield "pattern: its tiles are cut from the first query and key of the call"
-    for name in ("score_mod", "mask_mod"):
-        if getattr(record, name) is not None:
-            yield f"{name}: it is given the indices of a pair in the whole call"
+    yield from limits_of_family(record)
     sizes: tuple[Any, ...] = (*record.query.shape, *record.key.shape)
     if not all(isinstance(size, int) for size in sizes):
         yield "symbolic sizes cannot be cut into fixed tiles"

@@ -1,7 +1,7 @@
 """The tiled softmax attention family: the record its operations lower to, its meaning and its residuals."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -44,6 +44,7 @@ __all__ = [
     "apply_soft_cap",
     "causal_window_bounds",
     "indices_in_call",
+    "invariance_limits",
     "make_dropout_keys",
     "query_and_key_positions",
     "reference",
@@ -83,6 +84,17 @@ def requests(record: Any) -> tuple[dict[str, Any], ...]:
 def invariances(record: TiledAttention) -> frozenset[str]:
     """Returns what the rows of a record may depend on; `packing` is included only if there are segments."""
     return frozenset({"batch", "padding", "chunking", *(("packing",) if has_segments(record) else ())})
+
+
+def invariance_limits(record: TiledAttention) -> Iterator[str]:
+    """Yields why rows of a record depend on the rest of its call, where tiles are cut from its first query and key."""
+    if record.dropout_prob > 0:
+        yield "dropout_prob: which weights are dropped follows from a row's place in the batch"
+    if record.pattern is not None:
+        yield "pattern: its tiles are cut from the first query and key of the call"
+    for name in ("score_mod", "mask_mod"):
+        if getattr(record, name) is not None:
+            yield f"{name}: it is given the indices of a pair in the whole call"
 
 
 FAMILY = Family(

@@ -7,7 +7,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.tiled_attention import DROPOUT_FIELDS, FAMILY, MASK_FIELDS, SOFTMAX_FIELDS, causal_window_bounds
+from ejkernel.families.tiled_attention import (
+    DROPOUT_FIELDS,
+    FAMILY,
+    MASK_FIELDS,
+    SOFTMAX_FIELDS,
+    causal_window_bounds,
+    invariance_limits,
+)
 from ejkernel.families.tiled_attention.block_maps import pattern_refusals
 from ejkernel.families.tiled_attention.mask_functions import mask_function_as_window
 from ejkernel.ops import ConfigSpace, Implementation
@@ -81,6 +88,6 @@ def implementations() -> tuple[Implementation, ...]:
             ),
             fields_without_gradient=frozenset({"relative_bias"}),
             invariant_to=frozenset({"batch", "padding", "chunking"}),
-            invariance_limits=config.invariance_limits,
+            invariance_limits=invariance_limits,
         ),
     )

@@ -1,7 +1,6 @@
 """Tile sizes: the heuristic for calls without a measured configuration, and the tuner's candidates."""
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 from ejkernel.arithmetic import cdiv
@@ -142,17 +141,6 @@ def batch_invariant(record: TiledAttention, device: Any, direction: Direction) -
     sizes = dict.fromkeys("ts", FIXED_LENGTH)
     tiles: Any = heuristic(with_fixed_sizes(record, FAMILY.axes_of(record), sizes), device, "forward")
     return dataclasses.replace(tiles, chunk_q=LANES, batch_invariant=True)
-
-
-def invariance_limits(record: TiledAttention) -> Iterator[str]:
-    """Yields why rows of a record depend on the rest of its call."""
-    if record.dropout_prob > 0:
-        yield "dropout_prob: which weights are dropped follows from a row's place in the batch"
-    if record.pattern is not None:
-        yield "pattern: its tiles are cut from the first query and key of the call"
-    for name in ("score_mod", "mask_mod"):
-        if getattr(record, name) is not None:
-            yield f"{name}: it is given the indices of a pair in the whole call"
 
 
 def candidates(
