@@ -1,5 +1,6 @@
 """Records of the paged softmax family: cases of operations, and shapes of models for the compiler."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.cases.paged_inputs import PagedSizes
 from ejkernel.ops.plugins import registry
+from ejkernel.types.pair_functions import mask_function, score_function
 
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """What is compiled here runs once."""
@@ -39,6 +41,19 @@ def _v3(sizes, lanes=False, **fields):
         return paged_inputs.v3_inputs(key, sizes, in_lanes_layout=lanes)
 
     return lowered("ragged_page_attention_v3", make, sizes, softmax_scale=None, **fields)
+
+
+def functions():
+    """A `score_mod` of head and distance with values by head and key, and a `mask_mod` of documents."""
+    slopes, biases, ids = jnp.ones(32), jnp.ones((32, 128)), jnp.zeros((3, 128), jnp.int32)
+
+    def score(s, b, h, q, k):
+        return 20 * jnp.tanh(s / 20) - slopes[h] * jnp.abs(q - k) + biases[h, k]
+
+    return {
+        "score_mod": score_function("score_mod", score, jnp.float32),
+        "mask_mod": mask_function("mask_mod", lambda b, h, q, k: (ids[b, q] == ids[b, k]) & (k >= h)),
+    }
 
 
 SINKS = np.zeros(8, np.float32)
@@ -111,6 +126,12 @@ LAYOUTS = {
         _sized(**WIDE),
         qq_bias=np.zeros((3, 20, 20), np.float32),
         shared_prefix=4,
+    ),
+    "v2, functions": lambda: dataclasses.replace(
+        lowered("ragged_page_attention_v2", paged_inputs.v2_inputs, _sized(**WIDE)), **functions()
+    ),
+    "v2, decoding with functions": lambda: dataclasses.replace(
+        lowered("ragged_page_attention_v2", paged_inputs.v2_inputs, _sized(**WIDE, q_lens=(1, 1, 1))), **functions()
     ),
     "unified, a prefix by row": functools.partial(
         lowered,

@@ -61,7 +61,6 @@ def same_document(b, h, q, k):
 CASES = {
     "decoding, heads share products": (V2, SINGLE, score(masking) | mask(lambda b, h, q, k: k >= STARTS[b] + h)),
     "decoding, values by key, soft cap": (V2, SINGLE, score(by_key) | mask(flagged) | {"logits_soft_cap": 1.5}),
-    "tiles, values by key, slopes": (V2, TILES, score(by_key) | mask(flagged) | {"alibi_slopes": SLOPES}),
     "tiles, prefix, sinks, chunks": (
         V2,
         TILES,

@@ -14,6 +14,7 @@ from tpu_records import close, simulated
 from ejkernel.families.paged_attention import reference
 from ejkernel.modules.operations.cases import paged_inputs, paged_turboquant
 from ejkernel.modules.operations.cases.paged_inputs import PagedSizes
+from ejkernel.types.pair_functions import score_function
 from ejkernel_pallas.tpu.paged_attention.config import TpuPaged
 from ejkernel_pallas.tpu.paged_attention.forward import forward
 from ejkernel_pallas.tpu.paged_attention.kernels import copies, load_keys, pair_bias
@@ -38,6 +39,7 @@ def records():
     absent = jnp.where(jnp.arange(tables.shape[1]) % 3 == 1, -1, jnp.asarray(tables))
     # All pages of the last block of 250 tokens are copied, and its last page ends with NaN.
     single = paged_inputs.page_inputs, dataclasses.replace(sizes, kv_lens=(300, 256, 250))
+    biases = jnp.cos(jnp.arange(3 * 160.0)).reshape(3, 160)
     codes = paged_turboquant.TurboQuantSizes(
         kv_lens=(150, 20, 9), q_lens=(9, 1, 1), h=2, g=1, d=64, v=64, s=128, dtype=jnp.bfloat16, key_bits=4,
         value_bits=2, projections=64,
@@ -55,6 +57,10 @@ def records():
             dataclasses.replace(sizes, kv_lens=(150, 40, 39)),
             qq_bias=jnp.where(jnp.arange(3 * 9 * 9).reshape(3, 9, 9) % 4 == 1, -jnp.inf, 0.5),
         ),
+        "functions": dataclasses.replace(
+            lowered("unified_attention", paged_inputs.packed_inputs, sizes),
+            score_mod=score_function("score_mod", lambda s, b, h, q, k: s + biases[b, k] * (1 + b * q), jnp.float32),
+        ),
         # The call's last kernel, which is the one that is watched, attends to the prefix.
         "a prefix": lowered(
             "unified_attention",
@@ -70,7 +76,17 @@ def records():
     }
 
 
-NAMES = ("decoding", "several blocks", "slopes and chunks", "trees", "a prefix", "absent pages", "codes", "written")
+NAMES = (
+    "decoding",
+    "several blocks",
+    "slopes and chunks",
+    "trees",
+    "functions",
+    "a prefix",
+    "absent pages",
+    "codes",
+    "written",
+)
 
 
 @pytest.mark.parametrize("name", NAMES)
