@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel import _compat
 from ejkernel.types.arguments import arguments, static
 
 if TYPE_CHECKING:  # `jax.extend` imports Pallas, which calls without these functions have no use for
@@ -248,6 +249,7 @@ def _evaluate(jaxpr: "Jaxpr", values: list[Any]) -> list[Any]:
 
     for eqn in jaxpr.eqns:
         inputs, primitive = list(map(read, eqn.invars)), eqn.primitive
+        inputs = _compat.as_varying(inputs, inputs)  # indices of a shard vary over the mesh, constants do not
         if primitive.name == "jit":
             inner = eqn.params["jaxpr"]
             results = _evaluate(inner.jaxpr, [*inner.consts, *inputs])
