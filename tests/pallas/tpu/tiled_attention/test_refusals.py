@@ -52,6 +52,10 @@ def test_plain_calls_are_not_refused():
             "of them",
         ),
         (
+            score(lambda s, b, h, q, k: jax.lax.cond(q > k, lambda: s, lambda: s + TABLE[h, 0])),
+            "score_mod: got cond of both query and key or of the score, which the kernels do not have",
+        ),
+        (
             score(lambda s, b, h, q, k: jax.lax.lgamma(s)),
             "score_mod: got lgamma of both query and key or of the score, which the kernels do not have",
         ),

@@ -32,6 +32,8 @@ FUNCTIONS = "cos erf exp exp2 floor log log1p logistic one_minus_square rsqrt si
 LOGIC = "and eq ge gt le lt ne not or select_n shift_left shift_right_arithmetic shift_right_logical xor"
 ELEMENTWISE = frozenset(f"{ARITHMETIC} {FUNCTIONS} {LOGIC}".split())
 """Operations on scalars that the kernels compute for all pairs of a chunk."""
+CONTROL_FLOW = frozenset({"cond", "scan", "while"})
+"""Operations that compute with whole arrays, which the kernels do not have."""
 DTYPES = ("float32", "int32", "bool")
 """The dtypes of values that the kernels compute with."""
 
@@ -219,7 +221,7 @@ def _is_float(variable: Any) -> bool:
 def _refusals(steps: Sequence[Any], row_variables: Sequence[Any], rows: Sequence[Row]) -> Iterator[str]:
     """Yields why the kernels cannot compute operations for every pair."""
     arrays = [x for x in row_variables if x.aval.shape]
-    if arrays:
+    if arrays and not any(eqn.primitive.name in CONTROL_FLOW for eqn in steps):
         kind = arrays[0].aval.str_short()
         yield f"got an array {kind} indexed by query and key together, the kernels index arrays by one of them"
         return
