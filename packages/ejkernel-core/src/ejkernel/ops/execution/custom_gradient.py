@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
+from ejkernel.types.residual_trees import ResidualTrees
+
 KernelMethod = Callable[..., Any]
 
 
@@ -59,10 +61,10 @@ def call(name: str, forward: KernelMethod, backward: KernelMethod, cfg: Any, kwa
         positional, keywords = arguments_from_arrays(values)
         output, residuals = forward(*positional, cfg=cfg, **keywords)
         differentiated = _DifferentiatedLeaves(tuple(bool(x.perturbed) for x in arrays[:of_args]))
-        return output, (values, output, residuals, differentiated)
+        return output, trees.pack((values, output, residuals, differentiated))
 
-    def run_backward(saved: Any, cotangent: Any) -> tuple[Any, ...]:
-        values, output, residuals, differentiated = saved
+    def run_backward(packed: list[jax.Array], cotangent: Any) -> tuple[Any, ...]:
+        values, output, residuals, differentiated = trees.unpack(packed)
         positional, keywords = arguments_from_arrays(values)
         cotangent = jax.tree.map(_zeros_for_symbolic, cotangent, is_leaf=lambda x: isinstance(x, SymbolicZero))
         outputs = (output,) if _takes_output_argument(backward) else ()
@@ -70,6 +72,7 @@ def call(name: str, forward: KernelMethod, backward: KernelMethod, cfg: Any, kwa
         cotangents = _gradients_of_leaves(name, positional, gradients, differentiated.is_differentiated)
         return (*cotangents, *(_zero_gradient(x) for x in values[of_args:]))
 
+    trees = ResidualTrees()
     differentiable = jax.custom_vjp(run_primal)
     differentiable.defvjp(run_forward, run_backward, symbolic_zeros=True)
     return differentiable(*(leaf for leaf, array in zip(leaves, is_array, strict=True) if array))
