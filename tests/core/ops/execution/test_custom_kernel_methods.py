@@ -93,11 +93,13 @@ def test_a_custom_kernels_gradient_method_is_used():
 
 
 def test_which_arguments_have_a_custom_gradient_does_not_depend_on_earlier_gradients():
-    loss = jax.jit(jax.checkpoint(lambda x, scale: EXECUTOR(Cubed(), x, scale).sum()))
-    for argnums in (1, (0, 1)):
+    def loss(x, scale):
+        return EXECUTOR(Cubed(), x, scale).sum()
+
+    for transformed in (jax.checkpoint(loss), jax.jit(jax.checkpoint(loss))):
         with pytest.raises(NotImplementedError, match="no gradient of positional argument 1"):
-            jax.grad(loss, argnums)(X, 2.0)
-        np.testing.assert_allclose(jax.grad(loss)(X, 2.0), 12 * X**2)
+            jax.grad(transformed, (0, 1))(X, 2.0)
+        np.testing.assert_allclose(jax.grad(transformed)(X, 2.0), 12 * X**2)
 
 
 def test_an_argument_without_a_custom_gradient_raises_when_differentiated():
