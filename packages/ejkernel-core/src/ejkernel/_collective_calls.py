@@ -52,11 +52,12 @@ def call_without_varying_axes(call: Callable[[Any], Any], argument: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(traced.out_info), leaves)
 
 
-def _has_collectives(program: Any) -> bool:
-    """Returns whether a traced function reads a named axis."""
+def _has_collectives(program: Any, axis: Any = None) -> bool:
+    """Returns whether a traced function reads a named axis: any, or the given one."""
     from jax._src.core import NamedAxisEffect
 
-    return any(isinstance(effect, NamedAxisEffect) for effect in program.effects)
+    names = [effect.name for effect in program.effects if isinstance(effect, NamedAxisEffect)]
+    return bool(names) if axis is None else axis in names
 
 
 @functools.cache
@@ -70,7 +71,7 @@ def _primitive() -> Any:
     primitive.def_effectful_abstract_eval(_abstract_results)
     mlir.register_lowering(primitive, mlir.lower_fun(_run, multiple_results=True))
     ad.primitive_jvps[primitive] = _tangents
-    batching.primitive_batchers[primitive] = _batch
+    batching.fancy_primitive_batchers[primitive] = _batch
     return primitive
 
 
@@ -97,8 +98,13 @@ def _bind(function: Callable[..., list[Any]], arrays: Sequence[Any]) -> list[Any
     return _primitive().bind(*arrays, program=program)
 
 
-def _batch(arrays: Sequence[Any], dims: Sequence[Any], *, program: Any) -> tuple[list[Any], list[int]]:
-    results = _bind(jax.vmap(_function(program), in_axes=tuple(dims)), arrays)
+def _batch(axis: Any, arrays: Sequence[Any], dims: Sequence[Any], *, program: Any) -> tuple[list[Any], list[Any]]:
+    if all(dim is None for dim in dims) and not _has_collectives(program, axis.name):
+        results = _primitive().bind(*arrays, program=program)
+        return results, [None] * len(results)
+    # The collectives may be over the axis of `jax.vmap`.
+    batched = jax.vmap(_function(program), in_axes=tuple(dims), axis_name=axis.name, axis_size=axis.size)
+    results = _bind(batched, arrays)
     return results, [0] * len(results)
 
 

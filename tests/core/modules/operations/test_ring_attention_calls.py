@@ -120,6 +120,14 @@ def test_a_shard_map_of_the_caller_can_be_batched_and_be_in_a_checkpointed_scan(
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-4)
 
 
+def test_the_axis_of_a_ring_can_be_that_of_vmap_in_a_shard_map_of_the_caller():
+    halves = [jnp.stack(jnp.split(x, 2, axis=1)) for x in ARRAYS]
+    mesh = jax.make_mesh((2,), ("dp",), (AxisType.Auto,), devices=jax.devices()[:2])
+    batched = jax.vmap(functools.partial(call, causal=True), axis_name="sp")
+    got = quickly(jax.shard_map(batched, mesh=mesh, in_specs=P(None, "dp"), out_specs=P(None, "dp")), *halves)
+    close(jnp.concatenate(list(got), axis=1), flash(*ARRAYS, causal=True))
+
+
 def test_ring_attention_under_pmap(want):
     parts = [x.reshape(x.shape[0], 4, T // 4, *x.shape[2:]).swapaxes(0, 1) for x in ARRAYS]
     got = jax.pmap(call, axis_name="sp", devices=jax.devices()[:4])(*parts)
