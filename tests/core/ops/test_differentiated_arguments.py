@@ -2,7 +2,9 @@
 traces a function once, and the rules of its `custom_vjp` calls for every set of differentiated arguments.
 """
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 
 from ejkernel.modules import gated_linear_attention
+from ejkernel.types import residual_trees
 
 
 def recurrence(mesh: jax.sharding.Mesh | None) -> Callable[..., Any]:
@@ -45,3 +48,18 @@ def test_gradients_do_not_depend_on_what_was_differentiated_before():
 def test_gradients_of_split_tokens_do_not_depend_on_what_was_differentiated_before():
     mesh = jax.make_mesh((2,), ("sp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
     assert_gradients_do_not_depend_on_earlier_ones(recurrence(mesh), arrays_of_call())
+
+
+def test_two_threads_that_trace_one_call_keep_their_trees(monkeypatch):
+    trees, both_count, zeros = residual_trees.ResidualTrees(), threading.Barrier(2, timeout=10), jnp.zeros
+
+    def zeros_after_both_count(shape, dtype):
+        if len(shape) == 2:
+            both_count.wait()
+        return zeros(shape, dtype)
+
+    monkeypatch.setattr(jnp, "zeros", zeros_after_both_count)
+    residuals = [{"query": np.ones(2)}, {"key": np.ones(3)}]
+    with ThreadPoolExecutor(2) as pool:
+        packed = list(pool.map(trees.pack, residuals))
+    assert [list(trees.unpack(x)) for x in packed] == [["query"], ["key"]]

@@ -1,5 +1,6 @@
 """Residuals of `jax.custom_vjp` whose tree depends on what is differentiated."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -17,14 +18,15 @@ class ResidualTrees:
     """
 
     def __init__(self) -> None:
-        self._trees: list[Any] = []
+        self._numbers = itertools.count()
+        self._trees: dict[int, Any] = {}
 
     def pack(self, residuals: Any) -> list[jax.Array]:
         """Returns the arrays of a tree, after one that numbers the tree and before padding without entries."""
         arrays, tree = jax.tree.flatten(residuals)
-        number = jnp.zeros((0, 1 + len(self._trees)), bool)
-        self._trees.append(tree)
-        return [number, *arrays, *([jnp.zeros((0,), bool)] * (-len(arrays) % PADDED_TO))]
+        number = next(self._numbers)  # another for each of several threads
+        self._trees[number] = tree
+        return [jnp.zeros((0, 1 + number), bool), *arrays, *([jnp.zeros((0,), bool)] * (-len(arrays) % PADDED_TO))]
 
     def unpack(self, packed: list[jax.Array]) -> Any:
         """Returns the tree that `pack` was given."""
