@@ -26,7 +26,8 @@ def vmap_with_config(executor: Executor, kernel: Kernel[Any, Any], in_axes: Any 
     def run(*args: Any, **kwargs: Any) -> Any:
         axes = in_axes if isinstance(in_axes, tuple | list) else (in_axes,) * len(args)
         if len(axes) != len(args) or not any(axis is not None for axis in axes):
-            raise ValueError(f"in_axes: got {in_axes!r} for {len(args)} positional arguments, wants at least one axis")
+            wants = "an axis or None for each, and at least one axis"
+            raise ValueError(f"in_axes: got {in_axes!r} for {len(args)} positional arguments, wants {wants}")
         # A None among the arguments has no axis to map.
         axes = tuple(None if arg is None else axis for arg, axis in zip(args, axes, strict=True))
         one = [_shapes_of_element(arg, axis) for arg, axis in zip(args, axes, strict=True)]
