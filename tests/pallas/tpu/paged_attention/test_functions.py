@@ -13,13 +13,15 @@ from ejkernel.families.paged_attention import reference
 from ejkernel.families.paged_attention.mask_functions import with_windows_of_function
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.cases.paged_inputs import PagedSizes
+from ejkernel.ops.device import DeviceInfo
 from ejkernel.types.pair_functions import mask_function, score_function
 from ejkernel_pallas.tpu.mosaic import paged_functions
 from ejkernel_pallas.tpu.paged_attention import refusal_reasons
-from ejkernel_pallas.tpu.paged_attention.config import TpuPaged, tile_sizes_of
+from ejkernel_pallas.tpu.paged_attention.config import TpuPaged, heuristic, tile_sizes_of
 from ejkernel_pallas.tpu.paged_attention.forward import forward
 from ejkernel_pallas.tpu.paged_attention.spec import make_spec
 
+DEVICE = DeviceInfo(platform="tpu", vendor="google", kind="TPU v6 lite")
 V2, V3 = "ragged_page_attention_v2", "ragged_page_attention_v3"
 TILES, SINGLE = TpuPaged(block_q=8, block_kv=128, parts=2), TpuPaged(block_q=1, block_kv=128)
 TILES_OF_ONE = tile_sizes_of(SINGLE)
@@ -125,6 +127,18 @@ def test_too_many_values_of_keys_are_refused(monkeypatch):
     monkeypatch.setattr(paged_functions, "MAX_VALUES_BY_KEY", 900)
     (reason,) = refusal_reasons(decoding(**score(lambda s, b, h, q, k: s + BIASES[b, k] + BIASES[0, k])))
     assert reason.endswith(" values of keys, the kernel takes at most 900")
+
+
+def test_many_values_of_keys_have_smaller_blocks():
+    """Those of 12 tables by head and key would take 38 MB with blocks of 2048 keys."""
+    tables = [jnp.full((128, 8), n, jnp.float32) for n in range(12)]
+    cache = {"key_pages": jax.ShapeDtypeStruct((90, 32, 8, 2, 128), jnp.int8), "kv_layout": "pshcd", "kv_heads": None}
+    cache |= {"value_pages": None, "block_tables": jax.ShapeDtypeStruct((3, 256), jnp.int32)}
+    record = decoding(**cache, query=jax.ShapeDtypeStruct((3, 128, 128), jnp.bfloat16))
+    blocks = []
+    for function in (lambda s, b, h, q, k: s + tables[0][h, k], lambda s, b, h, q, k: s + sum(x[h, k] for x in tables)):
+        blocks.append(heuristic(dataclasses.replace(record, **score(function)), DEVICE, "forward").block_kv)
+    assert blocks == [2048, 256]
 
 
 @pytest.mark.parametrize("name", CASES)

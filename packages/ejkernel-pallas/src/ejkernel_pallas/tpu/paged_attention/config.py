@@ -56,6 +56,9 @@ DEFAULT_CODE_BLOCK_KEYS = 1024
 MAX_PAIR_BIAS_VMEM_BYTES = 4 * 2**20
 """Bytes of VMEM for the bias for pairs of new tokens: the blocks in flight, and the rows of a product."""
 
+MAX_FUNCTION_VMEM_BYTES = 8 * 2**20
+"""Bytes of VMEM for the values of functions that are read by key, of the blocks in flight."""
+
 MAX_TILE_ROWS, MAX_TILE_ELEMENTS = 1024, 2**20
 """The largest number of query rows per KV head in a tile, and of 16-bit elements of its rows over all heads."""
 
@@ -139,9 +142,19 @@ def _default_block_keys(record: PagedAttention, kind: str) -> int:
     while keys < 4096 and 2 * keys * token <= most:
         keys *= 2
     keys = min(keys, cdiv(paged_cache.max_sequence_len(record), 128) * 128)
-    while keys > 128 and _pair_bias_vmem_bytes(record, keys) > MAX_PAIR_BIAS_VMEM_BYTES:
+    while keys > 128 and (
+        _pair_bias_vmem_bytes(record, keys) > MAX_PAIR_BIAS_VMEM_BYTES
+        or _function_vmem_bytes(record, keys) > MAX_FUNCTION_VMEM_BYTES
+    ):
         keys = cdiv(keys // 2, 128) * 128
     return keys
+
+
+def _function_vmem_bytes(record: PagedAttention, keys: int) -> int:
+    """Returns bytes of VMEM for the values of functions that are read by key with blocks of so many keys."""
+    functions = paged_functions(record)
+    lines = 0 if functions is None else functions.num_lines(record.query.shape[1])
+    return 4 * (PREFETCHED_BLOCKS + 1) * lines * keys
 
 
 def _pair_bias_vmem_bytes(record: PagedAttention, keys: int) -> int:
