@@ -129,8 +129,9 @@ def _ring_gradients(
             keys = load["key"].shape[1]
             sum_ = columns(local_gradients["bias"], ring, source, keys) + added["bias"]
             added["bias"] = put_key_columns(local_gradients["bias"], sum_, ring, source, keys)
-        for name in local_gradients.keys() - {"bias"}:
-            added[name] = jax.tree.map(jnp.add, local_gradients[name], added[name])
+        for name, before in local_gradients.items():  # in one order, as all hosts must have the same program
+            if name != "bias":
+                added[name] = jax.tree.map(jnp.add, before, added[name])
         return {name: added[name] for name in travelling}, {name: added[name] for name in local_gradients}
 
     collected, stationary = ring.run_ring(travelling_keys_of(record), travelling, ring_step, local_gradients)
