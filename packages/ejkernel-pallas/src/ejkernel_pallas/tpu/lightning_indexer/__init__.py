@@ -27,8 +27,8 @@ def _priority(record: LightningIndexer, device: DeviceInfo, direction: Direction
     """Returns the place in the order of choice: after XLA's for few queries, as a block always has 128.
 
     On v5e, the estimate of a block that selects 2048 of 32768 keys is 0.70 ms, and that of XLA's program is 0.35 ms for
-    one query and 0.48 ms for two to eight, without its sorts (docs/lab/tpu_kernels.md). `mosaic_tpu_decode` comes before
-    this one, and mostly before XLA's.
+    one query and 0.48 ms for two to eight, without its sorts (docs/lab/tpu_kernels.md). `mosaic_tpu_decode` comes
+    before this one, and mostly before XLA's.
     """
     return -10 if record.query.shape[1] <= MAX_QUERIES_OF_XLA else 10
 
