@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from suite import arrays, draws, needs, operations, selection
+from suite.mutants import FIRST
 from suite.state import SharedStateGuard
 
 # Two runs of a test try the same examples, and a busy machine is no failure.
@@ -41,6 +42,12 @@ def pytest_configure(config: pytest.Config) -> None:
         from suite.durations import DurationRecorder
 
         config.pluginmanager.register(DurationRecorder())
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the tests of the suite that have caught a fault: its covering designs have them."""
+    if item.nodeid in selection.tests_that_caught_faults(FIRST):
+        item.add_marker("ejk_first")
 
 
 @pytest.hookimpl(trylast=True)

@@ -44,6 +44,16 @@ def test_the_stronger_design_has_pairs_of_arguments_with_each_transform():
     assert shown(tests[index] for index in design.first(tests)) < shown(tests)
 
 
+def test_marked_tests_belong_to_both_designs():
+    """A test that caught a fault was part of a design only while no other case covered more."""
+    tests, _ = all_tests_of("mean_pooling")
+    marked = {min(set(range(len(tests))) - set(design.stronger(tests)))}
+    have_it = {
+        which for which in ("first", "second", "stronger", "rest") if marked <= design.select(which, tests, marked)
+    }
+    assert have_it == {"first", "stronger"}
+
+
 def test_what_is_selected_is_divided_without_remainder():
     tests, _ = all_tests_of("mean_pooling")
     selected = {which: design.select(which, tests) for which in ("first", "second", "stronger", "rest")}

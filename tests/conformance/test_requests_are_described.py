@@ -19,6 +19,7 @@ def subject(operation, case):
     return Subject(op=op, implementation=implementation, case=next(x for x in op.cases if x.name == case))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("family", sorted({op.family.name for op in registry().ops.values()}))
 def test_some_case_of_every_family_has_several_requests(family):
     found = [op for op in registry().ops.values() if op.family.name == family]

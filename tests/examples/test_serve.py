@@ -125,6 +125,13 @@ def test_a_request_that_never_fits_is_refused(server):
         server.submit([1] * 30, 4)
 
 
+def test_a_prefix_shorter_than_a_page_is_not_shared(server):
+    """`--share --slots 64` ended with an error: the prefix has 38 tokens."""
+    server.share([1, 2, 3])
+    assert server.steps == 0
+    server.submit([2], 1)
+
+
 def test_a_request_without_the_shared_prefix_is_refused(server):
     server.share([1, 2, 3, 4, 5])
     with pytest.raises(ValueError, match=r"tokens: got \[1, 2, 3, 5\], wants the shared prefix \[1, 2, 3, 4\]"):

@@ -9,7 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 from suite import selection
-from suite.mutants import read_outcomes
+from suite.mutants import FIRST, read_outcomes
+
+from ejkernel.ops.plugins import registry
 
 CONFTEST = str(Path(__file__).parents[1] / "conftest.py")
 COSTS = {"a.py::test_short": 1.0, "a.py::test_long": 30.0, "a.py::test_longer": 60.0}
@@ -139,8 +141,27 @@ def test_every_fault_is_caught_by_a_test_of_one_of_the_two_commands(monkeypatch)
     cost = {"a.py::test_dear": 400.0}
     tests = {selection.THOROUGH: {"a.py::test_dear[7]"}}
     assert chosen_of_second(items, cost) != {7}
-    monkeypatch.setattr(selection, "_tests_that_caught_faults", tests.get)
+    monkeypatch.setattr(selection, "tests_that_caught_faults", tests.get)
     assert chosen_of_second(items, cost) == {7}
-    # It had no parameters when it caught the fault.
-    tests[selection.THOROUGH] = {"a.py::test_dear"}
-    assert chosen_of_second(items, cost) == set(range(9))
+    # It had no parameters when it caught the fault, or others.
+    for name in ("a.py::test_dear", "a.py::test_dear[old]"):
+        tests[selection.THOROUGH] = {name}
+        assert chosen_of_second(items, cost) == set(range(9))
+
+
+def test_tests_of_the_suite_that_caught_faults_are_marked(request, monkeypatch):
+    monkeypatch.setattr(selection, "tests_that_caught_faults", {FIRST: {"a.py::test_value[1]"}}.get)
+    conftest, marks = request.config.pluginmanager.get_plugin(CONFTEST), {}
+    for name in ("a.py::test_value[1]", "a.py::test_value[2]"):
+        marks[name] = []
+        conftest.pytest_itemcollected(SimpleNamespace(nodeid=name, add_marker=marks[name].append))
+    assert marks == {"a.py::test_value[1]": ["ejk_first"], "a.py::test_value[2]": []}
+
+
+def test_each_operation_that_is_a_parameter_has_a_test():
+    """A test of all operations ran with a third of them, and a new one could be left out of both commands."""
+    ops = list(registry().ops.values())[:9]
+    items = fake_tests("a.py::test_dear", [{"op": op, "letter": letter} for op in ops for letter in "ab"])
+    chosen = chosen_of_second(items, {"a.py::test_dear": 400.0}, [3])
+    assert 3 not in chosen
+    assert sorted(index // 2 for index in {3, *chosen}) == list(range(9))

@@ -95,6 +95,7 @@ def test_the_table_of_fields_that_nothing_reads_is_that_of_the_kernels():
     assert {name: frozenset(names) for name, names in ours.items()} == UNREAD
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", OPS)
 def test_every_public_field_is_accepted_by_some_kernel(name):
     op = registry().op(name)

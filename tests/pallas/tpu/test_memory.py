@@ -92,6 +92,7 @@ def memory_by_kernel(made, kind):
     return found
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("build", "kwargs", "names"), KERNELS, ids=[names[-1] for *_, names in KERNELS])
 def test_blocks_and_tables_fit_memory(build, kwargs, names):
     chip = TPUS["v5p"]  # the one with the least VMEM

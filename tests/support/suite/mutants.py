@@ -3,8 +3,8 @@
 tests/mutants/faults.toml lists the faults, and tests/mutants/results.md has a row for each that has been tried. A fault
 that is in the results is not tried again, unless `--again` asks for those that survived or `--names` names it.
 `--piece 3/8` takes every eighth, from the third on, so that eight machines share the work. `--fast` runs the tests that
-the list names for a file, and no others: first those that `nox -s tests` runs, then the rest of them. Without it both
-commands run whole, each after the tests that the list names, until a test fails.
+the list names for a file, and no others: first those that `nox -s tests` runs, then those that `nox -s thorough` adds.
+Without it both commands run whole, each after the tests that the list names, until a test fails.
 """
 
 import dataclasses

@@ -14,7 +14,8 @@ The second command runs each function that the first leaves out. Where all tests
 more than `SECONDS_IN_FULL`, both commands together run tests of `sqrt(SECONDS_IN_FULL * t)` seconds, and at least one:
 first each value of each parameter, then each pair of values, then what lies evenly between them. So what is expensive
 is thinned most, and a new test changes nothing for other functions. Tests marked `whole`, those that alone caught a
-fault, and those without a known cost are not thinned. `nox -s everything` runs all tests.
+fault, and those without a known cost are not thinned. Where a parameter is an operation, each operation has a test, so
+that a new one is not left out. `nox -s everything` runs all tests.
 
 `costs.json` holds the mean seconds of the functions that cost more than `CHEAP_SECONDS`; `pytest --record-costs` writes
 it.
@@ -32,6 +33,7 @@ from typing import Any
 
 import pytest
 
+from ejkernel.ops.model import Op
 from ejkernel_conformance.covering import Candidate, cover, pairs
 from suite import needs
 from suite.mutants import FIRST, THOROUGH, read_outcomes
@@ -60,11 +62,8 @@ def choose_tests_of_first_command(
     items: Sequence[pytest.Item], costs: Mapping[str, float], budget: float = BUDGET_SECONDS
 ) -> set[int]:
     """The indices of the tests of the first command."""
-    chosen = {
-        index
-        for index, item in enumerate(items)
-        if function_id_of(item) not in costs or _is_design(item) or _has_caught_a_fault(item, FIRST)
-    }
+    chosen = {index for index, item in enumerate(items) if function_id_of(item) not in costs or _is_design(item)}
+    chosen |= _indices_that_caught_faults(items, FIRST)
     spent = sum(costs.get(function_id_of(items[index]), CHEAP_SECONDS / 4) for index in chosen)
     by_module = defaultdict[Path, list[int]](list)
     for index, item in enumerate(items):
@@ -84,14 +83,19 @@ def choose_tests_of_first_command(
     return chosen
 
 
-def _has_caught_a_fault(item: pytest.Item, command: str) -> bool:
-    """Whether the list of faults names a test; of one that has been given parameters since, all count."""
-    proven = _tests_that_caught_faults(command)
-    return item.nodeid in proven or function_id_of(item) in proven
+def _indices_that_caught_faults(items: Sequence[pytest.Item], command: str) -> set[int]:
+    """The indices of the tests that the list of faults names.
+
+    Where the parameters of a named test have other values since, or it has got some, all tests of its function count.
+    """
+    proven = tests_that_caught_faults(command)
+    renamed = {test.partition("[")[0] for test in proven - {item.nodeid for item in items}}
+    return {n for n, item in enumerate(items) if item.nodeid in proven or function_id_of(item) in renamed}
 
 
 @functools.cache
-def _tests_that_caught_faults(command: str) -> frozenset[str]:
+def tests_that_caught_faults(command: str) -> frozenset[str]:
+    """The ids of the tests of a command that the list of faults names."""
     return frozenset(outcome.test for outcome in read_outcomes().values() if outcome.command == command)
 
 
@@ -103,10 +107,13 @@ def _function_features(item: pytest.Item) -> Iterator[Hashable]:
     yield function_id_of(item)
 
 
-def _value_features(item: pytest.Item) -> Iterator[Hashable]:
+def _parameters(item: pytest.Item) -> Mapping[str, Any]:
     # Not `callspec.indices`: pytest 9 counts there the tests of a function, and not the values of a parameter.
-    values: Mapping[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
-    yield from ((function_id_of(item), name, _identity(value)) for name, value in values.items())
+    return getattr(getattr(item, "callspec", None), "params", {})
+
+
+def _value_features(item: pytest.Item) -> Iterator[Hashable]:
+    yield from ((function_id_of(item), name, _identity(value)) for name, value in _parameters(item).items())
 
 
 def _identity(value: Any) -> Hashable:
@@ -129,19 +136,31 @@ def choose_tests_of_second_command(
     items: Sequence[pytest.Item], first: Set[int], costs: Mapping[str, float]
 ) -> set[int]:
     """The indices of the tests of the second command, where those of the first are `first`."""
-    chosen, by_function = set[int](), defaultdict[str, list[int]](list)
+    kept, by_function = {*first, *_indices_that_caught_faults(items, THOROUGH)}, defaultdict[str, list[int]](list)
     for index, item in enumerate(items):
         by_function[function_id_of(item)].append(index)
-        if item.get_closest_marker("whole") is not None or _has_caught_a_fault(item, THOROUGH):
-            chosen.add(index)
+        if item.get_closest_marker("whole") is not None:
+            kept.add(index)
     for function, indices in by_function.items():
-        done = (first | chosen) & set(indices)
-        left = [index for index in indices if index not in done]
+        kept |= _tests_of_other_operations(items, indices, kept)
+        done = [index for index in indices if index in kept]
+        left = [index for index in indices if index not in kept]
         elsewhere = needs.is_left_to_other_commands(items[indices[0]])
         in_full = SECONDS_IN_FULL_ELSEWHERE if elsewhere else SECONDS_IN_FULL
         num_tests = _num_tests_of_both_commands(len(indices), costs.get(function, 0.0), in_full) - len(done)
-        chosen.update(left[n] for n in _spread([items[n] for n in left], [items[n] for n in done])[: max(0, num_tests)])
-    return chosen - first
+        kept.update(left[n] for n in _spread([items[n] for n in left], [items[n] for n in done])[: max(0, num_tests)])
+    return kept - first
+
+
+def _tests_of_other_operations(items: Sequence[pytest.Item], indices: Sequence[int], kept: Set[int]) -> set[int]:
+    """The indices of tests of a function on the operations that those of its tests do not have which are kept."""
+    covered = {name for index in indices if index in kept for name in _operations(items[index])}
+    rest = [index for index in indices if index not in kept]
+    return {rest[n] for n in cover([Candidate(frozenset(_operations(items[index]))) for index in rest], covered)}
+
+
+def _operations(item: pytest.Item) -> Iterator[Hashable]:
+    yield from (value.name for value in _parameters(item).values() if isinstance(value, Op))
 
 
 def _num_tests_of_both_commands(num_tests: int, seconds_each: float, seconds_in_full: float) -> int:

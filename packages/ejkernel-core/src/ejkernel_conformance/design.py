@@ -16,7 +16,7 @@ In the stronger one, in addition:
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence, Set
 from typing import Any
 
 from ejkernel.types.arguments import array_fields, non_default_fields
@@ -78,12 +78,18 @@ def _of_subject(transform: str, subject: Subject, paired: bool) -> Iterator[Hash
         yield from ((transform, *kernel, "handles", *pair) for pair in pairs(given))
 
 
-def select(which: str, tests: Sequence[tuple[str, Any]]) -> set[int]:
-    """Returns the indices of the (test function, parameter) pairs that `--ejk-cover` selects."""
-    few, every = set(first(tests)), set(range(len(tests)))
+def select(which: str, tests: Sequence[tuple[str, Any]], marked: Set[int] = frozenset()) -> set[int]:
+    """Returns the indices of the (test function, parameter) pairs that `--ejk-cover` selects.
+
+    Args:
+        which: The value of the option.
+        tests: The pairs.
+        marked: The indices of those marked `ejk_first`, which both designs have in addition.
+    """
+    few, every = {*first(tests), *marked}, set(range(len(tests)))
     if which in ("first", "rest"):
         return few if which == "first" else every - few
-    many = set(stronger(tests))
+    many = {*stronger(tests), *marked}
     return many if which == "stronger" else many - few
 
 

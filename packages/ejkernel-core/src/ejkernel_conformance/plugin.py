@@ -54,6 +54,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Registers the mark of tests that belong to a covering design whatever they cover."""
+    config.addinivalue_line("markers", "ejk_first: a test of the suite that both designs of `--ejk-cover` have")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> None:
     """Refuses a selection of something that is not there: nothing would be tested."""
@@ -90,7 +95,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if cover != "all" and ours:
         from ejkernel_conformance import design
 
-        chosen = design.select(str(cover), [(_transform(item), parameter) for item, parameter in ours])
+        marked = {index for index, (item, _) in enumerate(ours) if item.get_closest_marker("ejk_first")}
+        chosen = design.select(str(cover), [(_transform(item), parameter) for item, parameter in ours], marked)
         left_out |= {item for index, (item, _) in enumerate(ours) if index not in chosen}
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
