@@ -179,8 +179,8 @@ def everything(session: nox.Session) -> None:
     """Run every test with all its parameters, and what else `thorough` runs, with every case for every chip."""
     install_all(session, "test")
     session.install(*cuda_compiler())
-    pytest(session)
-    if "--plan" in session.posargs:
+    pytest(session, **EVERY_CHIP)
+    if "--plan" in session.posargs or selects(session):
         return
     examples(session)
     check_third_parties(session)
