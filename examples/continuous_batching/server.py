@@ -94,8 +94,10 @@ class Server:
 
     def share(self, tokens: list[int]) -> None:
         """Computes the beginning of all later requests once, and keeps those of its tokens that fill whole pages."""
-        self.prefix = []
         count = len(tokens) // self.limits.slots * self.limits.slots
+        if not count:
+            return
+        self.prefix = []
         sequence = self.submit(tokens[:count], 1)
         sequence.keep_pages = True
         while not sequence.done:
