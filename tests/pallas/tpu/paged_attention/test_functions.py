@@ -91,9 +91,9 @@ def test_windows_of_a_mask_function_are_windows():
     record = with_windows_of_function(decoding(**mask(lambda b, h, q, k: far(b, h, q, k) & (k >= STARTS[b]))))
     assert record.sliding_window == (39, 3)
     assert record.mask_mod is not None
-    behind = decoding(**mask(lambda b, h, q, k: k <= q - 5))
-    assert with_windows_of_function(behind).mask_mod is behind.mask_mod
-    assert with_windows_of_function(behind).sliding_window is None
+    earlier_keys = decoding(**mask(lambda b, h, q, k: k <= q - 5))
+    assert with_windows_of_function(earlier_keys).mask_mod is earlier_keys.mask_mod
+    assert with_windows_of_function(earlier_keys).sliding_window is None
 
 
 def test_values_of_keys_alone_are_read_in_the_order_of_positions():
@@ -152,5 +152,5 @@ def test_functions(name):
     assert not list(refusal_reasons(record))
     with interpreted():
         got = jax.jit(lambda record: forward(record, params)[0], compiler_options=QUICKLY)(record)
-    for x, wanted in zip(got, reference(record)[0], strict=True):
-        close(x, wanted, record.query.dtype)
+    for x, expected in zip(got, reference(record)[0], strict=True):
+        close(x, expected, record.query.dtype)

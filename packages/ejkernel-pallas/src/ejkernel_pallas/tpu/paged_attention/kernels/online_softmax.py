@@ -203,7 +203,7 @@ def _mask_scores(mask: Any, scores: jax.Array) -> jax.Array:
 
 def _mask_keys(scores: jax.Array, additive_mask: jax.Array, spec: PagedSpec) -> jax.Array:
     """Returns scores with an additive mask; `score_mod` may return NaN for masked keys, to which -inf adds NaN."""
-    if spec.functions is None or spec.functions.score_mod is None:
+    if not spec.has_score_mod:
         return scores + additive_mask
     return jnp.where(additive_mask == 0.0, scores, -jnp.inf)
 
@@ -423,7 +423,7 @@ def _unmodified_scores(refs: PagedRefs, chunk: HeadChunk, spec: PagedSpec) -> ja
         s += jnp.concatenate([slopes * x for x in columns], axis=1)
     cap = None
     if spec.soft_cap is not None:
-        cap = spec.soft_cap * (1.0 if spec.functions is not None and spec.functions.score_mod is not None else LOG2E)
+        cap = spec.soft_cap * (1.0 if spec.has_score_mod else LOG2E)
     if chunk.bias_index is None:
         return s if cap is None else jnp.tanh(s) * cap
     rows = pl.ds(0, 1) if spec.tokens_per_tile == 1 else chunk.rows.row_slice

@@ -93,7 +93,7 @@ def score_unit(spec: PagedSpec) -> float:
     """
     if spec.soft_cap is not None:
         return 1 / spec.soft_cap
-    return 1.0 if spec.functions is not None and spec.functions.score_mod is not None else LOG2E
+    return 1.0 if spec.has_score_mod else LOG2E
 
 
 def pack_row_terms(row_positions: jax.Array, spec: PagedSpec, work: WorkList) -> dict[str, jax.Array]:
