@@ -132,11 +132,6 @@ class PagedSpec:
     functions: PagedFunctions | None = None
 
     @property
-    def has_score_mod(self) -> bool:
-        """Returns whether there is a `score_mod`, which takes scores in their own unit instead of powers of two."""
-        return self.functions is not None and self.functions.score_mod is not None
-
-    @property
     def heads(self) -> int:
         """Returns the number of query heads, including those of KV heads that only pad a word."""
         return self.kv_heads * self.group_size

@@ -27,7 +27,7 @@ from ejkernel_pallas.tpu.mosaic.vectors import LANES, column_to_row, lane_groups
 from ejkernel_pallas.tpu.paged_attention.kernels.copies import WorkItem
 from ejkernel_pallas.tpu.paged_attention.kernels.load_codes import CodeChunk
 from ejkernel_pallas.tpu.paged_attention.kernels.load_keys import KeyChunk, key_and_head_of_index, num_head_groups
-from ejkernel_pallas.tpu.paged_attention.kernels.operands import score_unit
+from ejkernel_pallas.tpu.paged_attention.kernels.operands import has_score_mod, score_unit
 from ejkernel_pallas.tpu.paged_attention.kernels.pair_functions import FunctionPairs, apply_functions
 from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs, ProductBuffers
 from ejkernel_pallas.tpu.paged_attention.spec import SMALL_PRODUCT_ROWS, PagedSpec
@@ -203,7 +203,7 @@ def _mask_scores(mask: Any, scores: jax.Array) -> jax.Array:
 
 def _mask_keys(scores: jax.Array, additive_mask: jax.Array, spec: PagedSpec) -> jax.Array:
     """Returns scores with an additive mask; `score_mod` may return NaN for masked keys, to which -inf adds NaN."""
-    if not spec.has_score_mod:
+    if not has_score_mod(spec):
         return scores + additive_mask
     return jnp.where(additive_mask == 0.0, scores, -jnp.inf)
 
@@ -423,7 +423,7 @@ def _unmodified_scores(refs: PagedRefs, chunk: HeadChunk, spec: PagedSpec) -> ja
         s += jnp.concatenate([slopes * x for x in columns], axis=1)
     cap = None
     if spec.soft_cap is not None:
-        cap = spec.soft_cap * (1.0 if spec.has_score_mod else LOG2E)
+        cap = spec.soft_cap * (1.0 if has_score_mod(spec) else LOG2E)
     if chunk.bias_index is None:
         return s if cap is None else jnp.tanh(s) * cap
     rows = pl.ds(0, 1) if spec.tokens_per_tile == 1 else chunk.rows.row_slice

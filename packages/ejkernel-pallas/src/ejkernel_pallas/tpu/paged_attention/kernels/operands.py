@@ -87,13 +87,18 @@ def _pair_bias_rows(
     return bias[..., :size].at[at].get(mode="fill", fill_value=0)
 
 
+def has_score_mod(spec: PagedSpec) -> bool:
+    """Returns whether there is a `score_mod`, which takes scores in their own unit instead of powers of two."""
+    return spec.functions is not None and spec.functions.score_mod is not None
+
+
 def score_unit(spec: PagedSpec) -> float:
     """Returns the factor on what is added to scores, which are powers of two or arguments of the soft cap or of
     `score_mod`.
     """
     if spec.soft_cap is not None:
         return 1 / spec.soft_cap
-    return 1.0 if spec.has_score_mod else LOG2E
+    return 1.0 if has_score_mod(spec) else LOG2E
 
 
 def pack_row_terms(row_positions: jax.Array, spec: PagedSpec, work: WorkList) -> dict[str, jax.Array]:
