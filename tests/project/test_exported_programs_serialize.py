@@ -9,13 +9,21 @@ import numpy as np
 import pytest
 from packaging.requirements import Requirement
 
-from ejkernel.modules import flash_attention, gated_linear_attention, grouped_matmul
+from ejkernel.modules import (
+    flash_attention,
+    fused_cross_entropy,
+    fused_kl_divergence,
+    gated_linear_attention,
+    grouped_matmul,
+)
 
 CORE = Path(__file__).parents[2] / "packages/ejkernel-core/pyproject.toml"
 TOKENS = (1, 8, 2, 8)
 CALLS = {
     "attention": (lambda x: flash_attention(x, x, x, causal=True), [TOKENS]),
     "recurrence": (lambda x: gated_linear_attention(x, x, x), [TOKENS]),
+    "loss": (lambda x: fused_cross_entropy(x, jnp.array([1, 2], jnp.int32)), [(2, 8)]),
+    "divergence": (lambda x, y: fused_kl_divergence(x, y), [(2, 8), (2, 8)]),
     "experts": (lambda x, w: grouped_matmul(x, w, jnp.array([3, 5], jnp.int32)), [(8, 4), (2, 4, 4)]),
 }
 

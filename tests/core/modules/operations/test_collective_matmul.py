@@ -210,6 +210,7 @@ def test_wrong_calls_say_what_is_wrong(call, message):
     [
         (reduce_scatter_matmul, 14, {}, r"x: got shape \(14, 24\), wants axis 0 to divide among the 4 devices"),
         (all_gather_matmul, 14, {}, r"x: got shape \(14, 24\), wants axis 0 to divide among the 4 devices of 'tp'"),
+        (all_gather_matmul, 0, {}, r"x: got shape \(0, 24\), wants no empty axis over 4 devices"),
         (all_gather_matmul, M, {"axis_name": "dp"}, "axis_name: got 'dp', the mesh has 'tp'"),
         (all_gather_matmul, M, {"tp_size": 8}, "tp_size: got 8, axis 'tp' has 4 devices"),
         (

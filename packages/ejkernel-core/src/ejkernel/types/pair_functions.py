@@ -176,10 +176,17 @@ def _traced(name: str, function: Any, parameters: tuple[str, ...], score: Any = 
     _check_parameters(name, function, parameters)
     scalars = [jax.ShapeDtypeStruct((), score if name == "score" else jnp.int32) for name in parameters]
     # A new lambda, which JAX has no trace of: the function may read arrays and numbers that have changed since.
-    closed = jax.make_jaxpr(lambda *values: function(*values))(*scalars)
+    closed = jax.make_jaxpr(lambda *values: _checked_result(name, function(*values)))(*scalars)
     if len(closed.jaxpr.outvars) != 1:
         raise ValueError(f"{name}: got a function with {len(closed.jaxpr.outvars)} results, wants one scalar")
     return PairFunction(captured=tuple(map(jnp.asarray, closed.consts)), program=PairProgram(closed.jaxpr))
+
+
+def _checked_result(name: str, result: Any) -> Any:
+    for leaf in jax.tree.leaves(result):
+        if not isinstance(leaf, bool | int | float | jax.Array | np.ndarray | np.generic):
+            raise ValueError(f"{name}: got a function that returns {type(leaf).__name__}, wants one scalar")
+    return result
 
 
 def _check_parameters(name: str, function: Any, parameters: tuple[str, ...]) -> None:

@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import export, lax
 from jaxtyping import Array, Bool, Float, Integer, Num
 
 from ejkernel.families import cross_entropy as family
@@ -53,6 +53,9 @@ class CrossEntropyOutput(NamedTuple):
     z_loss: Array
     weight_sum: Array
     accuracy: Array | None
+
+
+export.register_namedtuple_serialization(CrossEntropyOutput, serialized_name="ejkernel.modules.CrossEntropyOutput")
 
 
 @document_options

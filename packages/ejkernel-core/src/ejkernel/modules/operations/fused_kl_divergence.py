@@ -4,7 +4,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import export, lax
 from jaxtyping import Array, Bool, Float, Num
 
 from ejkernel.families import kl_divergence as family
@@ -32,6 +32,9 @@ class KLDivergenceOutput(NamedTuple):
     loss: Array
     weight_sum: Array
     teacher_entropy: Array | None
+
+
+export.register_namedtuple_serialization(KLDivergenceOutput, serialized_name="ejkernel.modules.KLDivergenceOutput")
 
 
 @document_options

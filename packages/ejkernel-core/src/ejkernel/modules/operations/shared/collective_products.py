@@ -60,10 +60,14 @@ def check_axis_size(args: Any, devices: int, divided_axes: Iterable[tuple[str, i
         divided_axes: Name of x or y and the axis of it that the devices divide among them, for each such axis.
 
     Raises:
-        ValueError: `tp_size` is another number, or the devices cannot divide an axis evenly.
+        ValueError: `tp_size` is another number, an axis is empty, or the devices cannot divide an axis evenly.
     """
     if args.tp_size not in (None, devices):
         raise ValueError(f"tp_size: got {args.tp_size}, axis {args.axis_name!r} has {devices} devices")
+    for name in ("x", "y"):
+        shape = tuple(getattr(args, name).shape)
+        if devices > 1 and 0 in shape:
+            raise ValueError(f"{name}: got shape {shape}, wants no empty axis over {devices} devices")
     for name, axis in divided_axes:
         shape = tuple(getattr(args, name).shape)
         if shape[axis] % devices:
