@@ -19,7 +19,7 @@ CLAIMS = {
     if implementation.platform in ("triton", "cuda") and implementation.invariant_to
 }
 # What a sum depends on, of kernels whose other fields follow the batch.
-FIELDS = {"selective_scan-cuda": ("lanes",)}
+FIELDS = {"selective_scan-cuda": ("lanes",), "paged_attention-triton": ("block_kv", "batch_invariant")}
 
 
 @pytest.mark.parametrize("claim", CLAIMS)

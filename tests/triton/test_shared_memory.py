@@ -10,7 +10,18 @@ import jax
 import jax.numpy as jnp
 import pytest
 from recurrence_grid import delta_launches, delta_record
-from shared_memory_grid import DEVICES, SHAPE, every_paged_call, every_term, latent, paged
+from shared_memory_grid import (
+    DEVICES,
+    DTYPES,
+    HEADS,
+    ROWS,
+    SHAPE,
+    SIZES,
+    every_paged_call,
+    every_term,
+    latent,
+    paged,
+)
 from triton_chips import H200
 
 from ejkernel.families.grouped_matmul import GroupedMatmul
@@ -25,6 +36,7 @@ from ejkernel_triton import paged_attention, selected_attention
 from ejkernel_triton.grouped_matmul import config as grouped
 from ejkernel_triton.linear_recurrence.delta import config as delta_config
 from ejkernel_triton.paged_attention import config as paged_config
+from ejkernel_triton.paged_attention import splits
 from ejkernel_triton.paged_attention.config import query_heads_per_tile, shared_memory_bytes, shrink_to_shared_memory
 from ejkernel_triton.paged_attention.plan import prefix_config
 from ejkernel_triton.selected_attention import config as selected_config
@@ -47,6 +59,21 @@ def test_paged_attention_fits_or_is_refused(target):
             *paged_config.candidates(record, device, "forward"),
         ):
             assert shared_memory_bytes(record, choice, chip) <= chip.shared_memory, (name, choice)
+
+
+@pytest.mark.parametrize("target", DEVICES)
+def test_tiles_in_a_batch_invariant_block_fit_and_have_as_many_keys_for_all_query_rows(target):
+    for heads, sizes, dtypes in itertools.product(HEADS, SIZES, DTYPES):
+        calls = [paged(rows, heads, sizes, dtypes) for rows in ROWS]
+        chosen = [splits.batch_invariant(record, DEVICES[target], "forward") for record in calls]
+        assert len({tile.block_kv for tile in chosen}) == 1, (heads, sizes, dtypes)
+        with target_device(DEVICES[target]):
+            limits = [bool([*splits.invariance_limits(record)]) for record in calls]
+        sizes_of_tiles = [
+            shared_memory_bytes(*call, gpu_of(DEVICES[target])) for call in zip(calls, chosen, strict=True)
+        ]
+        assert len(set(limits)) == 1
+        assert limits[0] or max(sizes_of_tiles) <= gpu_of(DEVICES[target]).shared_memory, (heads, sizes, dtypes)
 
 
 @pytest.mark.parametrize("heads", [5, 12, 20, 40])

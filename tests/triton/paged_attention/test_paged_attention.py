@@ -45,6 +45,10 @@ def test_a_shared_prefix_of_8_bits_is_copied_in_the_dtype_of_queries():
     run_interpreted("paged_attention/shared_prefix_process.py")
 
 
+def test_rows_keep_their_bits_however_splits_are_shared():
+    run_interpreted("paged_attention/fixed_splits_process.py")
+
+
 def test_float8_e4m3fn_is_refused_where_triton_cannot_read_it():
     """An A100 accepted such a cache, and Triton's compiler raised an error."""
     shape = jax.ShapeDtypeStruct

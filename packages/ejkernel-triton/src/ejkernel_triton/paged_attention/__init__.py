@@ -1,12 +1,13 @@
 """Paged softmax attention in Triton, for GPUs from Ampere on and AMD's through HIP."""
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.ops.device import current_device
-from ejkernel_triton.paged_attention import config, latent
+from ejkernel_triton.paged_attention import config, latent, splits
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 
 HANDLED_FIELDS = frozenset(
@@ -62,12 +63,15 @@ def _refusal_reasons(record: Any) -> Iterable[str]:
 
 def implementations() -> tuple[Implementation, ...]:
     """Returns the implementations of the family and of the dense latent cache, which also serve CPUs if interpreted."""
+    space = ConfigSpace.of(config, forward=config.PagedForward, fixed_if_invariant=("block_kv", "batch_invariant"))
     return (
         triton_implementation(
             "paged_attention",
             forward="paged_attention.forward:forward",
             requires=triton_requires(head_dims=range(1, 641), handles=HANDLED_FIELDS, extra_reasons=_refusal_reasons),
-            config=ConfigSpace.of(config, forward=config.PagedForward),
+            config=dataclasses.replace(space, batch_invariant=splits.batch_invariant),
+            invariant_to=frozenset({"batch", "padding", "chunking", "pages"}),
+            invariance_limits=splits.invariance_limits,
         ),
         *latent.implementations(),
     )

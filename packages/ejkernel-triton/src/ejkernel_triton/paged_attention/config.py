@@ -1,10 +1,4 @@
-"""Tile sizes and launch parameters of the paged-attention kernels, and the tiles that shared memory holds.
-
-Triton's compiler determines the shared memory of a kernel; `shared_memory_bytes` is an upper bound for its versions 3.6
-and 3.9, which a test compares with them. In the main loop shared memory holds the queries, the pipeline stages of keys
-and values (and of biases of pairs), operands that are converted to another dtype, and the weights. After it, the
-accumulator passes through shared memory to the threads that store it.
-"""
+"""Tile sizes and launch parameters of the paged-attention kernels."""
 
 import dataclasses
 from typing import Any
@@ -18,6 +12,12 @@ from ejkernel.ops.chips import KIBI, Gpu, gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 from ejkernel_triton.launch import is_interpreting
+from ejkernel_triton.paged_attention.shared_memory import (
+    MIN_TILE,
+    TileShape,
+    amd_shared_memory_bytes,
+    nvidia_shared_memory_bytes,
+)
 from ejkernel_triton.sizes import pad_to_power_of_two
 
 
@@ -33,6 +33,7 @@ class PagedForward:
         num_warps: Warps per program.
         num_stages: Pipeline stages of the copies of key and value tiles.
         tile_within_page: Whether a tile is within one page, so that its index is loaded once, not for every key.
+        batch_invariant: Whether splits have a fixed number of keys, and are folded in a fixed order.
     """
 
     block_q: int
@@ -41,6 +42,7 @@ class PagedForward:
     num_warps: int
     num_stages: int
     tile_within_page: bool = False
+    batch_invariant: bool = False
 
 
 PUBLIC_FIELDS = {
@@ -84,65 +86,23 @@ from HBM.
 MAX_FLOAT32_QUERY_ELEMENTS = 8 * KIBI
 """The largest number of elements of a tile of float32 queries, which shared memory holds split in two."""
 
-MIN_TILE = 16
-"""The smallest side of a tile that `tl.dot` supports."""
-
-MIN_WGMMA_ROWS, MIN_WGMMA_WARPS = 64, 4
-"""Rows and warps from which Triton uses WGMMA on Hopper. WGMMA reads shared memory, so that holds every stage."""
-
-BARRIER_SMEM_BYTES = KIBI
-"""Bytes for the copies' mbarriers, and for maxima and sums across warps."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TileShape:
-    """The sizes that determine the shared memory of a program.
-
-    Attributes:
-        score_rows: Rows of scores.
-        block_kv: Keys per tile.
-        padded_head_dim: Padded columns of queries, and of keys.
-        padded_columns_loaded_per_key: Padded columns that are loaded per key, including those of its value.
-        padded_value_dim: Padded columns of the accumulator.
-        cache_itemsize: Bytes per element of the cache.
-        operand_itemsize: Bytes per element of the products' operands.
-        converts_operands: Whether operands have another dtype than the cache.
-        bias_itemsize: Bytes per element of the biases of pairs, which are copied like keys; 0 without them.
-        num_warps: Warps per program.
-        num_stages: Pipeline stages.
-        partial_tile_stages: Those of the loop over partial tiles.
-    """
-
-    score_rows: int
-    block_kv: int
-    padded_head_dim: int
-    padded_columns_loaded_per_key: int
-    padded_value_dim: int
-    cache_itemsize: int
-    operand_itemsize: int
-    converts_operands: bool
-    bias_itemsize: int
-    num_warps: int
-    num_stages: int
-    partial_tile_stages: int
-
 
 def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) -> PagedForward:
     """Returns the default tile sizes: many query rows per tile if sequences have many, otherwise as few as possible."""
     if record.latent is not None:
         return _latent_candidates(record, device)[0]
-    if _max_score_rows(record, device) == PREFILL_SCORE_ROWS:
+    if max_score_rows(record, device) == PREFILL_SCORE_ROWS:
         return _prefill_candidates(record, device)[0]
-    needs_small_tiles = _needs_small_key_tiles(record)
+    needs_small_tiles = needs_small_key_tiles(record)
     block_kv = 32 if needs_small_tiles else 64
-    config = _make_config(record, device, block_kv, 4, 2 if needs_small_tiles else 3)
+    config = make_config(record, device, block_kv, 4, 2 if needs_small_tiles else 3)
     config = shrink_to_shared_memory(record, config, gpu_of(device))
     tile_within_page = paged_cache.page_size(record) % config.block_kv == 0
-    if _query_rows_per_tile(record, device) == 1 and not needs_small_tiles and not tile_within_page:
+    if query_rows_per_tile(record, device) == 1 and not needs_small_tiles and not tile_within_page:
         # Loading a page index per key gives 3359 GB/s instead of 3081 (docs/lab/paged_attention_gpu.md).
         # With two warps, the page indices of a tile need no separate pipeline stage, so that two tiles of keys and
         # values are in flight instead of one with four warps.
-        return shrink_to_shared_memory(record, _make_config(record, device, 64, 2, 3), gpu_of(device))
+        return shrink_to_shared_memory(record, make_config(record, device, 64, 2, 3), gpu_of(device))
     return dataclasses.replace(config, tile_within_page=tile_within_page)
 
 
@@ -150,11 +110,11 @@ def candidates(record: PagedAttention, device: DeviceInfo, direction: Direction)
     """Returns tile sizes worth measuring for a record on a device."""
     if record.latent is not None:
         return _latent_candidates(record, device)
-    if _max_score_rows(record, device) == PREFILL_SCORE_ROWS:
+    if max_score_rows(record, device) == PREFILL_SCORE_ROWS:
         return _prefill_candidates(record, device)
     options = ((32, 4, 2), (64, 2, 3), (64, 2, 4), (64, 4, 3), (128, 4, 2), (128, 4, 3))
     configs = [
-        shrink_to_shared_memory(record, _make_config(record, device, *option), gpu_of(device)) for option in options
+        shrink_to_shared_memory(record, make_config(record, device, *option), gpu_of(device)) for option in options
     ]
     return tuple(
         dict.fromkeys(
@@ -180,7 +140,7 @@ def _latent_candidates(record: PagedAttention, device: DeviceInfo) -> tuple[Page
     """
     chip = gpu_of(device)
     group = query_heads_per_tile(record, chip)
-    score_rows, head_tiles = _query_rows_per_tile(record, device) * group, record.query.shape[1] // group
+    score_rows, head_tiles = query_rows_per_tile(record, device) * group, record.query.shape[1] // group
     options = (
         LATENT_TILES_FEW_ROWS
         if score_rows <= 16
@@ -191,7 +151,7 @@ def _latent_candidates(record: PagedAttention, device: DeviceInfo) -> tuple[Page
     configs: list[tuple[int, PagedForward]] = []
     for block_kv, warps, stages, programs_per_sm in options:
         num_programs = 3 if is_interpreting() else max(1, programs_per_sm * chip.multiprocessors // head_tiles)
-        tile = _make_config(record, device, block_kv, warps, stages)
+        tile = make_config(record, device, block_kv, warps, stages)
         configs.append((programs_per_sm, dataclasses.replace(tile, num_programs=num_programs, tile_within_page=True)))
     fitting = [
         x
@@ -204,13 +164,13 @@ def _latent_candidates(record: PagedAttention, device: DeviceInfo) -> tuple[Page
 def _prefill_candidates(record: PagedAttention, device: DeviceInfo) -> tuple[PagedForward, ...]:
     """Returns tile sizes for sequences with many query rows, the best guess first."""
     chip, page_size = gpu_of(device), paged_cache.page_size(record)
-    configs = [_make_config(record, device, *x) for x in PREFILL_TILES]
+    configs = [make_config(record, device, *x) for x in PREFILL_TILES]
     fitting = [x for x in configs if fits_shared_memory(record, x, chip)]
     configs = fitting or [shrink_to_shared_memory(record, configs[-1], chip)]
     return tuple(dict.fromkeys(dataclasses.replace(x, tile_within_page=page_size % x.block_kv == 0) for x in configs))
 
 
-def _needs_small_key_tiles(record: PagedAttention) -> bool:
+def needs_small_key_tiles(record: PagedAttention) -> bool:
     """Returns whether tiles of 64 keys are too large for the pipeline."""
     return record.query.shape[-1] > 128 or record.query.dtype.itemsize > 2
 
@@ -220,28 +180,28 @@ def _average_query_rows(record: PagedAttention) -> int:
     return 1 if record.query_start is None else cdiv(record.query.shape[0], max(1, record.kv_lens.shape[0]))
 
 
-def _max_score_rows(record: PagedAttention, device: DeviceInfo) -> int:
+def max_score_rows(record: PagedAttention, device: DeviceInfo) -> int:
     """Returns the largest number of rows of a tile of scores."""
     # Twice as many, so that batches of decoding sequences with a few long ones keep the smaller tiles.
     has_many_rows = _average_query_rows(record) * query_heads_per_tile(record, gpu_of(device)) >= 2 * PREFILL_SCORE_ROWS
     return (
         PREFILL_SCORE_ROWS
-        if has_many_rows and record.latent is None and not _needs_small_key_tiles(record)
+        if has_many_rows and record.latent is None and not needs_small_key_tiles(record)
         else MAX_SCORE_ROWS
     )
 
 
-def _query_rows_per_tile(record: PagedAttention, device: DeviceInfo) -> int:
+def query_rows_per_tile(record: PagedAttention, device: DeviceInfo) -> int:
     """Returns query rows per tile: a power of two for which the rows of all heads fit a tile of scores."""
-    max_rows = max(1, _max_score_rows(record, device) // query_heads_per_tile(record, gpu_of(device)))
+    max_rows = max(1, max_score_rows(record, device) // query_heads_per_tile(record, gpu_of(device)))
     return min(pad_to_power_of_two(_average_query_rows(record)), 1 << (max_rows.bit_length() - 1))
 
 
-def _make_config(record: PagedAttention, device: DeviceInfo, block_kv: int, warps: int, stages: int) -> PagedForward:
+def make_config(record: PagedAttention, device: DeviceInfo, block_kv: int, warps: int, stages: int) -> PagedForward:
     # The interpreter runs programs one after the other; a few suffice to test splits and merges.
     num_programs = 3 if is_interpreting() else RESIDENT_PROGRAMS_PER_SM * gpu_of(device).multiprocessors
     return PagedForward(
-        block_q=_query_rows_per_tile(record, device),
+        block_q=query_rows_per_tile(record, device),
         block_kv=min(block_kv, 16) if is_interpreting() else block_kv,
         num_programs=num_programs,
         num_warps=warps,
@@ -299,7 +259,7 @@ def shared_memory_bytes(record: PagedAttention, config: Any, chip: Gpu) -> int:
         chip: The GPU that the kernel runs on.
     """
     shape = _tile_shape(record, config, chip)
-    return _amd_shared_memory_bytes(shape) if chip.vendor == "amd" else _nvidia_shared_memory_bytes(shape, chip)
+    return amd_shared_memory_bytes(shape) if chip.vendor == "amd" else nvidia_shared_memory_bytes(shape, chip)
 
 
 def fits_shared_memory(record: PagedAttention, config: Any, chip: Gpu) -> bool:
@@ -356,45 +316,5 @@ def _tile_shape(record: PagedAttention, config: Any, chip: Gpu) -> TileShape:
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         partial_tile_stages=partial_tile_stages(record, config.num_stages),
+        stores_splits=config.batch_invariant,
     )
-
-
-def _nvidia_shared_memory_bytes(shape: TileShape, chip: Gpu) -> int:
-    is_float32 = shape.operand_itemsize > 2
-    operand_splits = 2 if is_float32 else 1  # float32 operands are split in two
-    has_wgmma = chip.architecture in ("hopper", "blackwell")
-    uses_wgmma = has_wgmma and shape.score_rows >= MIN_WGMMA_ROWS and shape.num_warps >= MIN_WGMMA_WARPS
-    # On other chips the last stage goes to registers.
-    register_stages, tile_elements = 0 if uses_wgmma else 1, shape.block_kv * shape.padded_columns_loaded_per_key
-    num_buffers, num_partial_buffers = shape.num_stages - register_stages, shape.partial_tile_stages - register_stages
-    weight_bytes = operand_splits * shape.score_rows * shape.block_kv * shape.operand_itemsize
-    if num_buffers > 0:
-        converts_operands = shape.converts_operands or (is_float32 and uses_wgmma)
-        bias_bytes = num_partial_buffers * shape.score_rows * shape.block_kv * shape.bias_itemsize
-        copied_bytes = max(
-            num_buffers * shape.cache_itemsize * tile_elements,
-            num_partial_buffers * shape.cache_itemsize * tile_elements + bias_bytes,
-        )
-        loop_bytes = copied_bytes + shape.operand_itemsize * converts_operands * tile_elements + weight_bytes
-    else:
-        # Tiles pass through shared memory from the threads that load them to those that multiply them.
-        row_elements = shape.padded_head_dim + shape.padded_value_dim
-        loop_bytes = max(weight_bytes, shape.block_kv * row_elements * shape.operand_itemsize)
-    query_bytes = operand_splits * shape.score_rows * shape.padded_head_dim * shape.operand_itemsize
-    return max(query_bytes + loop_bytes, 4 * shape.score_rows * shape.padded_value_dim) + BARRIER_SMEM_BYTES
-
-
-def _amd_shared_memory_bytes(shape: TileShape) -> int:
-    """Returns the most bytes of shared memory that a program takes on CDNA, where registers hold the queries, and
-    16-bit weights of 16 rows too.
-    """
-    # Both loops copy tiles of keys and values, and that over partial tiles those of biases too.
-    tile_bytes, bias_bytes = (
-        shape.block_kv * shape.padded_columns_loaded_per_key * shape.cache_itemsize,
-        shape.score_rows * shape.block_kv * shape.bias_itemsize,
-    )
-    copied_bytes = max((shape.num_stages - 1) * tile_bytes, (shape.partial_tile_stages - 1) * (tile_bytes + bias_bytes))
-    if shape.score_rows > MIN_TILE or shape.operand_itemsize > 2:
-        copied_bytes += shape.score_rows * shape.block_kv * shape.operand_itemsize
-    # The accumulator is rounded before it passes through shared memory.
-    return max(copied_bytes, shape.operand_itemsize * shape.score_rows * shape.padded_value_dim)

@@ -20,7 +20,8 @@ from ejkernel_triton.paged_attention.plan import (
     prefix_config,
     should_copy_prefix,
 )
-from ejkernel_triton.paged_attention.spec import PagedSpec, make_write_spec
+from ejkernel_triton.paged_attention.spec import PagedSpec
+from ejkernel_triton.paged_attention.write_spec import make_write_spec
 
 COMBINE_TILE_ELEMENTS = 2048
 """Elements that a program of one warp merges at a time: slots of a row times values."""
@@ -111,6 +112,7 @@ def _attend_work_items(
         config: Warps and stages.
         row_positions_and_contexts: [T, 2] int32, of each query row, where the spec has LOAD_ROW_POSITIONS.
     """
+    from ejkernel_triton.paged_attention.kernels.fixed_splits import fixed_split_kernel
     from ejkernel_triton.paged_attention.kernels.paged_attention import paged_attention_kernel
 
     # The first axis is the batch, which `jax.vmap` extends.
@@ -122,7 +124,7 @@ def _attend_work_items(
     )
     values = record.key_pages if record.value_pages is None else record.value_pages
     output, lse, *partial_softmaxes = launch(
-        paged_attention_kernel,
+        fixed_split_kernel if spec.SPLIT_TILES else paged_attention_kernel,
         (
             batched.query,
             batched.key_pages,
@@ -138,6 +140,8 @@ def _attend_work_items(
         num_stages=config.num_stages,
         constants={"spec": spec},
     )
+    if not spec.CUTS_ITEMS:
+        return output[0], lse[0]
     output, lse = _combine_splits((*partial_softmaxes, work_list, program_shares, sinks, output, lse), spec)
     return output[0], lse[0]
 
@@ -146,14 +150,14 @@ def _output_shapes(record: PagedAttention, spec: PagedSpec) -> tuple[ShapeDtype,
     """Returns the shapes of output, lse, and the accumulators, row maxima and row sums of partial softmaxes."""
     rows, heads, _ = record.query.shape
     # Split-KV: two slots per program, for any lengths; see `paged_attention_kernel`.
-    num_slots = 2 * spec.NUM_PROGRAMS * spec.HEAD_TILES_PER_KV_HEAD
+    slots = (1, spec.SLOTS_PER_PROGRAM * spec.NUM_PROGRAMS * spec.HEAD_TILES_PER_KV_HEAD, spec.SLOT_ROWS or spec.M)
     partial_acc_width = spec.BV + (spec.BLOCK_ROTARY if spec.ROTARY_IS_VALUE else 0)
     return (
         ShapeDtype((1, rows, heads, spec.DV), record.query.dtype),
         ShapeDtype((1, rows, heads), jnp.float32),
-        ShapeDtype((1, num_slots, spec.M, partial_acc_width), jnp.float32),
-        ShapeDtype((1, num_slots, spec.M), jnp.float32),
-        ShapeDtype((1, num_slots, spec.M), jnp.float32),
+        ShapeDtype((*slots, partial_acc_width), jnp.float32),
+        ShapeDtype(slots, jnp.float32),
+        ShapeDtype(slots, jnp.float32),
     )
 
 
@@ -164,19 +168,21 @@ def _combine_splits(inputs: tuple[jax.Array | None, ...], spec: PagedSpec) -> tu
         inputs: The arrays that `split_combine_kernel` reads, in its order.
         spec: Its constants.
     """
+    from ejkernel_triton.paged_attention.kernels.fixed_splits import fixed_split_combine_kernel
     from ejkernel_triton.paged_attention.kernels.split_combine import split_combine_kernel
 
+    slots_per_step = max(2, min(16, COMBINE_TILE_ELEMENTS // spec.BV))
     # Updates output and lse (inputs 6 and 7) in place, and only rows of split items. One warp: a program has one row of
     # a tile of scores.
     return launch(
-        split_combine_kernel,
+        fixed_split_combine_kernel if spec.SPLIT_TILES else split_combine_kernel,
         inputs,
         (6, 7),
         batch=1,
-        grid=spec.NUM_PROGRAMS * spec.HEAD_TILES_PER_KV_HEAD * spec.M,
+        grid=spec.NUM_PROGRAMS * spec.HEAD_TILES_PER_KV_HEAD * (spec.SLOT_ROWS or spec.M),
         num_warps=1,
         num_stages=1,
-        constants={"spec": spec, "SLOTS_PER_STEP": max(2, min(16, COMBINE_TILE_ELEMENTS // spec.BV))},
+        constants={"spec": spec, "SLOTS_PER_STEP": slots_per_step},
     )
 
 

@@ -36,8 +36,11 @@ def make_paged_spec(
 
 def plan_work(record: PagedAttention, spec: PagedSpec, config: PagedForward) -> tuple[jax.Array, jax.Array]:
     """Returns the work list in the kernels' layout, [W, fields], and the programs' starts, [P + 1, 2]; see
-    `work_list_kernel`.
+    `work_list_kernel`. In a `batch_invariant` block, splits take the place of key tiles.
     """
+    if spec.SPLIT_TILES:
+        keys = spec.SPLIT_TILES * spec.BLOCK_KV
+        spec, config = dataclasses.replace(spec, BLOCK_KV=keys), dataclasses.replace(config, block_kv=keys)
     if max(spec.NUM_ENTRIES, spec.NUM_SEQUENCES) > MAX_PLANNED_ENTRIES:
         if spec.LOAD_ROW_POSITIONS:
             record = dataclasses.replace(record, causal=False, sliding_window=None, chunk_size=None)

@@ -13,6 +13,7 @@ from ejkernel.families.paged_attention.latent_pages import RotaryColumns
 from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import current_device
 from ejkernel_triton.launch import is_interpreting
+from ejkernel_triton.paged_attention import splits
 from ejkernel_triton.paged_attention.config import (
     PREFILL_SCORE_ROWS,
     PagedForward,
@@ -84,6 +85,10 @@ class PagedSpec:
         PV_DTYPE: Dtype of the product of weights and values.
         PRECISION: How Triton multiplies float32 tiles: "ieee" or "tf32x3".
         WIDEN_TO_FLOAT32: Whether operands are converted first: the interpreter multiplies the bits of bfloat16.
+        SPLIT_TILES: Key tiles per split of `fixed_split_kernel`; 0 for other kernels.
+        CUTS_ITEMS: Whether several programs may have splits of an item.
+        SLOTS_PER_PROGRAM: Partial softmaxes that a program has room for.
+        SLOT_ROWS: Rows of each.
     """
 
     NUM_QUERY_ROWS: int
@@ -141,49 +146,10 @@ class PagedSpec:
     PV_DTYPE: str
     PRECISION: str
     WIDEN_TO_FLOAT32: bool
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WriteSpec:
-    """Constants of the kernel that writes new tokens.
-
-    Attributes:
-        NUM_TOKENS: Query rows, each with a token.
-        NUM_SEQUENCES: Sequences.
-        PAGES_PER_SEQUENCE: Entries per sequence of the block table.
-        NUM_ENTRIES: Entries of the work list.
-        BLOCK_Q: Query rows per entry.
-        HK: KV heads of the tokens.
-        CACHE_HEADS: Heads of the cache, including padding heads.
-        KV_COMPONENTS: 2 if keys and values are in one array, one after the other.
-        D: Columns of a token.
-        CACHE_ROW_WIDTH: Columns of a row of the cache.
-        PADDED_ROW_WIDTH: CACHE_ROW_WIDTH, padded to a power of two.
-        NUM_LEADING_COLUMNS: Number of a token's columns at the start of a row.
-        TRAILING_COLUMNS_START: Column of a row of the cache at which the token's other columns start.
-        NUM_PAGES: Pages of the cache.
-        PAGE_SIZE: Slots per page.
-        PAGE_SLOT_HEAD_STRIDES: Strides of pages, slots and heads, in elements.
-        CACHE_BATCH_STRIDE: Elements between the caches of two batch rows.
-    """
-
-    NUM_TOKENS: int
-    NUM_SEQUENCES: int
-    PAGES_PER_SEQUENCE: int
-    NUM_ENTRIES: int
-    BLOCK_Q: int
-    HK: int
-    CACHE_HEADS: int
-    KV_COMPONENTS: int
-    D: int
-    CACHE_ROW_WIDTH: int
-    PADDED_ROW_WIDTH: int
-    NUM_LEADING_COLUMNS: int
-    TRAILING_COLUMNS_START: int
-    NUM_PAGES: int
-    PAGE_SIZE: int
-    PAGE_SLOT_HEAD_STRIDES: Strides
-    CACHE_BATCH_STRIDE: int
+    SPLIT_TILES: int
+    CUTS_ITEMS: bool
+    SLOTS_PER_PROGRAM: int
+    SLOT_ROWS: int
 
 
 def make_spec(
@@ -206,7 +172,6 @@ def make_spec(
     kv_heads, page_size = paged_cache.kv_heads(record), paged_cache.page_size(record)
     heads_per_tile = query_heads_per_tile(record, gpu_of(current_device()))
     tile_is_within_page = config.tile_within_page and page_size % config.block_kv == 0
-    min_unmasked_rows = 16 if is_interpreting() else PREFILL_SCORE_ROWS
     return PagedSpec(
         NUM_QUERY_ROWS=rows,
         H=heads,
@@ -218,14 +183,14 @@ def make_spec(
         M=pad_to_dot_size(config.block_q * heads_per_tile),
         BLOCK_KV=config.block_kv,
         TILE_IS_WITHIN_PAGE=record.block_tables is None or tile_is_within_page,
-        # Tiles of few rows are memory-bound even with masks, but not with loads of biases.
-        HAS_UNMASKED_LOOP=record.qq_bias is not None or config.block_q * heads_per_tile >= min_unmasked_rows,
+        HAS_UNMASKED_LOOP=_has_unmasked_loop(record, config, config.block_q * heads_per_tile),
         NUM_ENTRIES=num_entries,
         NUM_PROGRAMS=config.num_programs,
         PARTIAL_TILE_STAGES=partial_tile_stages(record, config.num_stages),
         LOAD_ROW_POSITIONS=loads_row_positions,
         VALUE_SCALE=record.value_scale,
         WIDEN_TO_FLOAT32=is_interpreting(),
+        **splits.split_constants(record, config, heads_per_tile, num_entries),
         **_sequence_constants(record),
         **_column_constants(record, rotary),
         **_cache_constants(record, rotary),
@@ -234,41 +199,12 @@ def make_spec(
     )
 
 
-def make_write_spec(
-    record: PagedAttention, kv_components: tuple[jax.Array, ...], pages: jax.Array, *, num_entries: int, block_q: int
-) -> WriteSpec:
-    """Returns the constants of the kernel that writes new tokens into one array of the cache.
-
-    Args:
-        record: The canonical arguments, with block tables.
-        kv_components: The keys, or keys and values, that go into the array, [T, HK, D].
-        pages: The array.
-        num_entries: Entries of the work list.
-        block_q: Query rows per entry, at most.
-    """
-    assert record.block_tables is not None
-    (tokens, kv_heads, width), row_width = kv_components[0].shape, pages.shape[-1]
-    first_part_width, second_part_start = record.latent or (width, width)
-    layout = record.kv_layout
-    return WriteSpec(
-        NUM_TOKENS=tokens,
-        NUM_SEQUENCES=record.kv_lens.shape[0],
-        PAGES_PER_SEQUENCE=record.block_tables.shape[1],
-        NUM_ENTRIES=num_entries,
-        BLOCK_Q=block_q,
-        HK=kv_heads,
-        CACHE_HEADS=pages.shape[layout.index("h")] if "h" in layout else 1,
-        KV_COMPONENTS=len(kv_components),
-        D=width,
-        CACHE_ROW_WIDTH=row_width,
-        PADDED_ROW_WIDTH=pad_to_dot_size(row_width),
-        NUM_LEADING_COLUMNS=first_part_width,
-        TRAILING_COLUMNS_START=second_part_start,
-        NUM_PAGES=paged_cache.page_count(record),
-        PAGE_SIZE=paged_cache.page_size(record),
-        PAGE_SLOT_HEAD_STRIDES=page_slot_head_strides(pages, layout),
-        CACHE_BATCH_STRIDE=pages.size,
-    )
+def _has_unmasked_loop(record: PagedAttention, config: PagedForward, score_rows: int) -> bool:
+    # The loop comes first. If a range begins with partial tiles, that is not the order of its tiles.
+    if config.batch_invariant and not splits.begins_with_full_tiles(record):
+        return False
+    # Tiles of few rows are memory-bound even with masks, but not with loads of biases.
+    return record.qq_bias is not None or score_rows >= (16 if is_interpreting() else PREFILL_SCORE_ROWS)
 
 
 def _sequence_constants(record: PagedAttention) -> dict[str, Any]:

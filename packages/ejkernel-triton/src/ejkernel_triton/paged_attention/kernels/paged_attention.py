@@ -46,6 +46,17 @@ from ejkernel_triton.paged_attention.kernels.tile import (
 
 
 @triton.jit
+def sum_in_fixed_order(x):
+    """Returns the sums of rows, halves added to halves: an order that does not depend on how threads share a tile."""
+    ROWS: tl.constexpr = x.shape[0]
+    COLUMNS: tl.constexpr = x.shape[1]
+    if COLUMNS == 1:
+        return tl.reshape(x, [ROWS])
+    else:
+        return sum_in_fixed_order(tl.sum(tl.reshape(x, [ROWS, 2, COLUMNS // 2]), 1))
+
+
+@triton.jit
 def attend_to_key_tile(
     acc,
     rotary_acc,
@@ -115,7 +126,7 @@ def attend_to_key_tile(
     shift = minus_inf_to_zero(new_max)
     p = tl.exp2(scores - shift[:, None])
     alpha = tl.exp2(row_max - shift)
-    row_sum = row_sum * alpha + tl.sum(p, 1)
+    row_sum = row_sum * alpha + (sum_in_fixed_order(p) if spec.SPLIT_TILES > 0 else tl.sum(p, 1))
     if spec.LATENT_DIM > 0:
         # The tile in shared memory is the operand of both products: a latent vector is read once from HBM.
         v_tile = to_pv_dtype(k_tile, spec)
