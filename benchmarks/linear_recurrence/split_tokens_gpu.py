@@ -148,8 +148,13 @@ def sides(kind: str, tokens: int, heads: int, mesh: Any) -> dict[str, dict[str, 
 def difference(one: Any, other: Any) -> float:
     """Returns the largest relative difference of two trees of arrays."""
     pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
-    wide = ((np.asarray(x, np.float32), np.asarray(y, np.float32)) for x, y in pairs)
-    return max(float(np.linalg.norm(x - y) / np.linalg.norm(x)) for x, y in wide)
+    return max(float(_relative_difference(x, jax.device_put(y, x.sharding))) for x, y in pairs)
+
+
+@jax.jit
+def _relative_difference(x: jax.Array, y: jax.Array) -> jax.Array:
+    x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    return jnp.linalg.norm((x - y).ravel()) / jnp.linalg.norm(x.ravel())
 
 
 def rows(options: Namespace) -> Iterator[list[str]]:

@@ -10,6 +10,7 @@ import transformed
 from jax.sharding import PartitionSpec as P
 
 from ejkernel import explain
+from ejkernel.families.linear_recurrence import piece_summaries, token_shards
 from ejkernel.modules import (
     causal_conv1d,
     gated_delta_rule,
@@ -226,16 +227,25 @@ def test_tokens_split_over_devices_mean_the_same(name):
     assert split[0][0].sharding.spec[placed["in_specs"][0].index("sp")] == "sp"
 
 
-@pytest.mark.parametrize("name", ["delta, shared queries", "delta, packed", "delta, segments"])
-def test_delta_rules_split_over_tokens_in_the_forward_pass(name):
+@pytest.mark.parametrize("name", ["every gate, packed", "delta, packed"])
+def test_tokens_at_borders_that_forget_are_the_summary_of_a_shard(monkeypatch, name):
+    """The gates of some pairs of tokens forget what was before, those of others do not."""
+    monkeypatch.setattr(piece_summaries, "TOKENS_PER_PIECE", 1)
+    monkeypatch.setattr(token_shards, "GATED_TOKENS_AT_BORDER", 2)
     run, inputs, placed = call(name)
-    split = transformed.quickly(lambda *inputs: run(*inputs, **placed))(*inputs)
-    transformed.close(split, transformed.quickly(run)(*inputs), rtol=1e-4, atol=2e-5)
+    strong = jnp.where(jnp.arange(T) // 2 % 5 == 1, 90.0, 1.0)
+    names = CALLS[name][1]
+    gates = [n for n, x in enumerate(names) if x.removeprefix("1 ") in ("gate", "channels", "columns")]
+    for n in gates:
+        at = n + (name == "every gate, packed" and n > 3)
+        inputs[at] = inputs[at] * strong.reshape(1, T, *(1,) * (inputs[at].ndim - 2))
+    split = transformed.quickly(graded(run, inputs, **placed))(*inputs)
+    transformed.close(split, transformed.quickly(graded(run, inputs))(*inputs), rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_delta_rules_split_over_tokens_in_16_bits(dtype):
-    """The state that enters corrects the outputs; one of float16 may exceed the dtype's range."""
+    """A state that enters may exceed float16's range."""
     run, inputs, placed = call("delta, packed")
     *tokens, states = inputs
     inputs = [*(x.astype(dtype) for x in tokens), states.at[3].mul(1e5)]

@@ -42,7 +42,8 @@ class TokenShardFunctions:
     Attributes:
         run: `(run, record, shards) -> output` computes the output of one device, where `run(record)` computes a record
             of one device and `shards`, an `ejkernel.planning.token_shards.TokenShards`, says how tokens are split. Each
-            device calls it in `shard_map`, with its tokens.
+            device calls it in `shard_map`, with its tokens. `run.row_states`, if it has that, is
+            `ejkernel.ops.grad.DeviceRun.row_states`.
         kernel_record_for_explain: Record of a device's tokens -> the record that its kernel gets, for `explain`.
         token_axis_letter: The axis letter of tokens.
     """

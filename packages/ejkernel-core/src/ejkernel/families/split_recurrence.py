@@ -7,9 +7,7 @@ Both passes have the same three steps:
                  outputs' cotangent                              state that leaves
 
 The kernel of each device gets the right state and the right gradient, and so returns the outputs and all gradients of
-its tokens. Where gates are the only factors on a state, a summary is one product of weighted keys and values, which
-costs less than a second pass of the kernel or a correction of all outputs. Where summaries need the kernel, a call
-without gradients corrects the outputs of that pass, which costs less than a second one.
+its tokens. A summary has to cost little next to the kernel, and no device can begin before it has those of others.
 """
 
 import dataclasses
@@ -64,16 +62,13 @@ class ShardSummary(NamedTuple):
     """The summary of a shard.
 
     Attributes:
-        factor: [B, ...], the factor on the state that enters, over the leading tokens.
+        factor: [B, ...], the factor of the trailing tokens on the state before them; that on the state that enters, if
+            that state spans the shard.
         added: [B, ...], the state that leaves where zeros enter.
-        saved: What `SplitRecurrence.gradient` needs besides the record; any tree of arrays.
-        unread: The kernel's results without the state that enters; None if the kernel has not run.
     """
 
     factor: jax.Array
     added: jax.Array
-    saved: Any = None
-    unread: Results | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,10 +80,8 @@ class SplitRecurrence:
         enters: (`BorderTokens.ends` of all shards, [P, B, 2]) -> bool [P, B], whether a segment crosses the border
             before each shard; None if no record has segment ids.
         summary: (`run`, record, borders) -> `ShardSummary`.
-        gradient: (Record, borders, `ShardSummary.saved`, cotangent of the outputs) -> the gradient of the state that
-            enters, for which that of the state that leaves is zeros.
-        correct_results: (Record, borders, summary, state that enters) -> the kernel's results with that state, from
-            `ShardSummary.unread`; None if summaries never have it.
+        gradient: (`run`, record, borders, cotangent of the outputs, that of the state after the leading tokens or None)
+            -> the gradient of the state that enters, for which that of the state that leaves is zeros.
         matrices: Record -> whether the factors of summaries are matrices.
         states: Record -> the initial states, in the accumulator's dtype: [B, ...], or [N, ...] of packed sequences.
         name: Record -> the name of their field.
@@ -96,12 +89,11 @@ class SplitRecurrence:
 
     borders: Callable[[Any, TokenShards], BorderTokens]
     summary: Callable[[Run, Any, BorderTokens], ShardSummary]
-    gradient: Callable[[Any, BorderTokens, Any, jax.Array], jax.Array]
+    gradient: Callable[[Run, Any, BorderTokens, jax.Array, jax.Array | None], jax.Array]
     matrices: Callable[[Any], bool]
     states: Callable[[Any], jax.Array]
     name: Callable[[Any], str]
     enters: Callable[[jax.Array], jax.Array] | None = None
-    correct_results: Callable[[Any, BorderTokens, ShardSummary, jax.Array], Results] | None = None
 
 
 class _ForwardExchange(NamedTuple):
@@ -110,7 +102,6 @@ class _ForwardExchange(NamedTuple):
     Attributes:
         record: The record as its kernel gets it.
         borders: Those of its shard.
-        summary: That of its shard.
         transitions: Those of all shards.
         entering: [B, ...], the state that enters its shard.
         final: [B, ...], the state that leaves the last shard.
@@ -118,7 +109,6 @@ class _ForwardExchange(NamedTuple):
 
     record: Any
     borders: BorderTokens
-    summary: ShardSummary
     transitions: Transitions
     entering: jax.Array
     final: jax.Array
@@ -139,7 +129,7 @@ def run_on_token_shard(
     @jax.custom_vjp
     def call(record: Any) -> tuple[jax.Array, jax.Array]:
         exchanged = _exchange_states(rule, run, record, shards)
-        read, final = _results_of_shard(rule, run, exchanged)
+        read, final = run(exchanged.record)
         return read, _final_states_of_call(shards, exchanged, final)
 
     def forward(marked: Any) -> tuple[Any, Any]:
@@ -149,15 +139,35 @@ def run_on_token_shard(
         fields = {name: getattr(main, name) for name in _differentiated_fields(rule, marked, exchanged.borders)}
         (read, final), pull = jax.vjp(lambda fields: run(dataclasses.replace(main, **fields)), fields)
         final = _final_states_of_call(shards, exchanged, final)
-        kept = exchanged._replace(summary=exchanged.summary._replace(unread=None))
-        return (read, final), trees.pack((record, kept, pull))
+        return (read, final), trees.pack((record, exchanged, pull))
 
     def backward(packed: list[jax.Array], cotangent: Any) -> tuple[Any]:
-        return _backward(rule, shards, trees.unpack(packed), cotangent)
+        return _backward(rule, run, shards, trees.unpack(packed), cotangent)
 
     trees = ResidualTrees()
     call.defvjp(with_standard_promotion(forward), with_standard_promotion(backward), symbolic_zeros=True)
     return call(record)
+
+
+def states_of_rows(
+    run: Run,
+    record: Any,
+    output_cotangent: jax.Array | None = None,
+    final_states_cotangent: jax.Array | None = None,
+) -> jax.Array | None:
+    """Returns the states after rows, or the gradient of the states before them, as `Implementation.row_states` says.
+
+    Args:
+        run: Computes a record of one device.
+        record: Rows that are not packed.
+        output_cotangent: Cotangent of their outputs, for the gradient; None for the states.
+        final_states_cotangent: Cotangent of the states after them; None for zeros.
+
+    Returns:
+        The states, or None if no kernel computes them without outputs.
+    """
+    row_states = getattr(run, "row_states", None)
+    return None if row_states is None else row_states(record, output_cotangent, final_states_cotangent)
 
 
 def with_initial_states(rule: SplitRecurrence, record: Any, states: jax.Array | None = None) -> Any:
@@ -179,26 +189,20 @@ def _exchange_states(rule: SplitRecurrence, run: Run, record: Any, shards: Token
         )  # it was the state before an earlier shard
         record = with_initial_states(rule, record, states)
     summary = rule.summary(run, record, borders)
-    factors, spans_shard, added, ends = shards.gather(
-        (summary.factor, borders.spans_shard, summary.added, borders.ends)
-    )
+    factors, added = shards.gather((summary.factor, summary.added))
     if packed is not None:
-        first, enters = jnp.zeros_like(summary.added), packed.enters[:, None]
-    else:
-        first, enters = states, jnp.ones_like(spans_shard) if ends is None or rule.enters is None else rule.enters(ends)
+        spans_shard, enters = shards.gather(borders.spans_shard), packed.enters[:, None]
+    elif rule.enters is not None and borders.ends is not None:
+        spans_shard, ends = shards.gather((borders.spans_shard, borders.ends))
+        enters = rule.enters(ends)
+    else:  # rows span all shards
+        spans_shard = enters = jnp.ones(factors.shape[:2], bool)
+    first = states if packed is None else jnp.zeros_like(summary.added)
     transitions = Transitions(factors, spans_shard, enters)
     entering, final = token_shards.carried_states(transitions, added, first, matrices)
     entering = entering[shards.index()]
     begin = entering if packed is None else jnp.where(_is_entering_sequence(packed, shards, states), entering, states)
-    return _ForwardExchange(with_initial_states(rule, record, begin), borders, summary, transitions, entering, final)
-
-
-def _results_of_shard(rule: SplitRecurrence, run: Run, exchanged: _ForwardExchange) -> Results:
-    """Returns the results of a shard without gradients, for which a kernel that has run once is not run again."""
-    summary = exchanged.summary
-    if rule.correct_results is None or summary.unread is None:
-        return run(exchanged.record)
-    return rule.correct_results(exchanged.record, exchanged.borders, summary, exchanged.entering)
+    return _ForwardExchange(with_initial_states(rule, record, begin), borders, transitions, entering, final)
 
 
 def _final_states_of_call(shards: TokenShards, exchanged: _ForwardExchange, final: jax.Array) -> jax.Array:
@@ -209,7 +213,7 @@ def _final_states_of_call(shards: TokenShards, exchanged: _ForwardExchange, fina
     return shards.sum(jnp.where(token_shards.broadcast_flags(packed.ends, final), final, 0))
 
 
-def _backward(rule: SplitRecurrence, shards: TokenShards, saved: Any, cotangent: Any) -> tuple[Any]:
+def _backward(rule: SplitRecurrence, run: Run, shards: TokenShards, saved: Any, cotangent: Any) -> tuple[Any]:
     """Returns the gradients of a device's record, from those of its outputs and of the final states of the call."""
     record, exchanged, pull = saved
     output_cotangent, final_states_cotangent = cotangent
@@ -220,7 +224,7 @@ def _backward(rule: SplitRecurrence, shards: TokenShards, saved: Any, cotangent:
     final_states_cotangent = (
         None if isinstance(final_states_cotangent, SymbolicZero) else shards.sum(final_states_cotangent)
     )
-    leaving, first = _exchange_gradients(rule, shards, exchanged, output_cotangent, final_states_cotangent)
+    leaving, first = _exchange_gradients(rule, run, shards, exchanged, output_cotangent, final_states_cotangent)
     (gradients,) = pull((output_cotangent, leaving))
     name, packed = rule.name(record), exchanged.borders.packed
     if getattr(record, name) is not None and packed is None:
@@ -235,6 +239,7 @@ def _backward(rule: SplitRecurrence, shards: TokenShards, saved: Any, cotangent:
 
 def _exchange_gradients(
     rule: SplitRecurrence,
+    run: Run,
     shards: TokenShards,
     exchanged: _ForwardExchange,
     output_cotangent: jax.Array,
@@ -244,29 +249,28 @@ def _exchange_gradients(
 
     Args:
         rule: The family's functions.
+        run: Computes a record of one device.
         shards: How tokens are split.
         exchanged: What the forward pass left.
         output_cotangent: Cotangent of this device's outputs.
         final_states_cotangent: Cotangent of the final states of the call; None for zeros.
     """
-    record, packed, summary = exchanged.record, exchanged.borders.packed, exchanged.summary
-    matrices = rule.matrices(record)
-    added = rule.gradient(record, exchanged.borders, summary.saved, output_cotangent)
-    last, local = jnp.zeros_like(added), None
-    if packed is None:
-        last = last if final_states_cotangent is None else final_states_cotangent
-    elif final_states_cotangent is not None:
-        local = jnp.where(token_shards.broadcast_flags(packed.ends, final_states_cotangent), final_states_cotangent, 0)
+    record, packed = exchanged.record, exchanged.borders.packed
+    ends, ended = None, None
+    if packed is not None and final_states_cotangent is not None:
+        ends = jnp.where(token_shards.broadcast_flags(packed.ends, final_states_cotangent), final_states_cotangent, 0)
         # Where the sequence that enters also ends here, its final state depends on the state that enters.
-        added = added + token_shards.apply_transposed_factor(
-            summary.factor, local[packed.entering_sequence][None], matrices
-        )
-    leaving, first = token_shards.carried_gradients(exchanged.transitions, shards.gather(added), last, matrices)
+        ended = ends[packed.entering_sequence][None]
+    added = rule.gradient(run, record, exchanged.borders, output_cotangent, ended)
+    last = jnp.zeros_like(added) if packed is not None or final_states_cotangent is None else final_states_cotangent
+    leaving, first = token_shards.carried_gradients(
+        exchanged.transitions, shards.gather(added), last, rule.matrices(record)
+    )
     leaving = leaving[shards.index()]
     if packed is not None:
         states = rule.states(record)
         leaving = jnp.where(_one_hot(packed.run, states) & packed.passes, leaving, 0)
-        leaving = leaving if local is None else leaving + local
+        leaving = leaving if ends is None else leaving + ends
     return leaving, first
 
 

@@ -19,7 +19,7 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.tuner import Tuner
 from ejkernel.ops.device import DeviceInfo, current_device
 from ejkernel.ops.dispatch import Decision
-from ejkernel.ops.grad import CallPlan, differentiable_call
+from ejkernel.ops.grad import CallPlan, DeviceRun
 from ejkernel.ops.isolation import NOT_ISOLATED_NOTE
 from ejkernel.ops.model import CALL_OPTIONS, Op
 from ejkernel.ops.params import BaseOperationConfig, Platform
@@ -194,7 +194,7 @@ def _compiled_function(options: CallSettings, args: Any) -> Any:
     plan.op.validate(args)
     mesh, specs = _mesh_and_specs(plan.op, args, options.mesh, options.in_specs)
     recording.record_call(plan, args, mesh, specs)
-    run = functools.partial(differentiable_call, plan)
+    run = DeviceRun(plan)
     outer = caller_platform.set(plan.platform)
     try:
         if mesh is not None:

@@ -339,6 +339,36 @@ def differentiable_call(plan: CallPlan, record: Any) -> Any:
     return call_in_forward_mode(plan, record)
 
 
+@dataclasses.dataclass(frozen=True)
+class DeviceRun:
+    """Computes the records of one device, where the arrays of a call are split over several.
+
+    Attributes:
+        plan: Everything that decides how the call runs.
+    """
+
+    plan: CallPlan
+
+    def __call__(self, record: Any) -> Any:
+        """Returns what `differentiable_call` returns of a record."""
+        return differentiable_call(self.plan, record)
+
+    def row_states(
+        self, record: Any, output_cotangent: jax.Array | None, final_states_cotangent: jax.Array | None
+    ) -> jax.Array | None:
+        """Returns `Implementation.row_states` of a record, or None if the implementation that serves it has no such
+        function.
+        """
+        implementation = self.plan.choose_implementation(record, "forward").implementation
+        if implementation is None or implementation.row_states is None:
+            return None
+        function = load_object(implementation.row_states)
+        with jax.named_scope(f"ejkernel.{self.plan.op.name}.row_states.{implementation.name}"):
+            return call_without_varying_axes(
+                lambda argument: function(*argument), (record, output_cotangent, final_states_cotangent)
+            )
+
+
 def _with_reference_derivatives(plan: CallPlan, record: Any) -> Any:
     """Runs a call in both a `forward_mode` and a `second_derivatives` block, differentiable in any mode, any number of
     times.

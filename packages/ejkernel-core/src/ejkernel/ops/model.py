@@ -241,6 +241,10 @@ class Implementation:
             both `(output, residuals)`; `tangents` maps the name of each field that has tangents to them, in the field's
             structure. Of XLA, the function must be jnp that JAX can differentiate in forward mode. If None, another
             implementation gives the tangents.
+        row_states: `"module:function"` of a recurrence, called as `(record, cotangent of the outputs, cotangent of the
+            final states)`, None for zeros: without cotangent of the outputs it returns the final states of rows, else
+            the gradient of their initial states, for less time than a pass takes. It returns None for a call that it
+            does not serve.
         forward_mode_limits: `(record, names of the fields with tangents)` -> the reasons why `forward_mode` does not
             serve them; empty if it does.
         priority: Higher is tried first; ties go by name. Where that depends on the call, a function of record, device
@@ -277,6 +281,7 @@ class Implementation:
     gradients: frozenset[str] = frozenset()
     backward_requires: Requires | None = None
     forward_mode: str | None = None
+    row_states: str | None = None
     forward_mode_limits: Callable[[Any, frozenset[str]], Iterable[str]] = _no_limits
     priority: int | Callable[[Any, DeviceInfo, Direction], int] = 0
     package: str | None = None

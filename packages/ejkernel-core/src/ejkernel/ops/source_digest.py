@@ -37,7 +37,13 @@ def source_digest(implementation: Implementation) -> str:
     and with what it requires.
     """
     closure = _SourceClosure(implementation.forward.partition(":")[0].partition(".")[0])
-    for path in filter(None, (implementation.forward, implementation.backward, implementation.forward_mode)):
+    functions = (
+        implementation.forward,
+        implementation.backward,
+        implementation.forward_mode,
+        implementation.row_states,
+    )
+    for path in filter(None, functions):
         module, _, name = path.partition(":")
         closure.add(module, name)
     space = implementation.config

@@ -23,6 +23,9 @@ from jax import lax
 
 from ejkernel.planning import packing
 
+MAX_UNROLLED_SHARDS = 8
+"""Shards of a fold that become straight code."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenShards:
@@ -140,11 +143,11 @@ def carried_states(
         state = _select_rows(transition.enters, state)
         # Selected after the product: an infinite factor on the zeros that enter would be NaN.
         kept = _select_rows(
-            transition.spans_shard & transition.enters, _apply_factor(transition.factor, state, matrices)
+            transition.spans_shard & transition.enters, apply_factor(transition.factor, state, matrices)
         )
         return kept + added, state
 
-    last, states = lax.scan(fold_shard, first, (transitions, added))
+    last, states = lax.scan(fold_shard, first, (transitions, added), unroll=_unrolled_shards(added))
     return states, last
 
 
@@ -165,16 +168,24 @@ def carried_gradients(
         kept = _select_rows(transition.spans_shard, apply_transposed_factor(transition.factor, gradient, matrices))
         return _select_rows(transition.enters, kept + added), gradient
 
-    first, gradients = lax.scan(fold_shard, last_state_gradient, (transitions, added), reverse=True)
+    first, gradients = lax.scan(
+        fold_shard, last_state_gradient, (transitions, added), reverse=True, unroll=_unrolled_shards(added)
+    )
     return gradients, first
+
+
+def _unrolled_shards(added: jax.Array) -> int:
+    """Returns the shards of a fold that are unrolled: a GPU begins an iteration later than it computes one."""
+    return min(added.shape[0], MAX_UNROLLED_SHARDS)
 
 
 def apply_transposed_factor(factor: jax.Array, gradient: jax.Array, matrices: bool) -> jax.Array:
     """Returns the gradient of a state from that of its product with a factor."""
-    return _apply_factor(factor.swapaxes(-1, -2) if matrices else factor, gradient, matrices)
+    return apply_factor(factor.swapaxes(-1, -2) if matrices else factor, gradient, matrices)
 
 
-def _apply_factor(factor: jax.Array, state: jax.Array, matrices: bool) -> jax.Array:
+def apply_factor(factor: jax.Array, state: jax.Array, matrices: bool) -> jax.Array:
+    """Returns the product of a factor, or of [..., K, K] matrices, and a state."""
     return jnp.matmul(factor, state, precision=lax.Precision.HIGHEST) if matrices else factor * state
 
 

@@ -1,22 +1,28 @@
 """The linear recurrence with its tokens split over devices: the summaries of a shard.
 
-Without a delta rule, gates alone act on a state: the factor of a shard is the product of its gates, and the state that
-it adds is one product of keys and values, each weighted by the gates after it. With a delta rule or a low-rank term the
-factor is a matrix for each head, and the kernel itself computes both: from zeros the state that is added, and from the
-identity, with values of zero, the matrix. The outputs of that second call are what a state that enters adds to the
-outputs: without gradients no third call is needed, and no second one in the backward pass.
+With a gate per head or none, the factor of tokens on a state is the product of their gates, and the state that they add
+is one product of keys and values, each weighted by the gates after it. A kernel may compute that without outputs. Where
+the gates of the tokens at a border forget what was before, no others count. Others are `piece_summaries`.
 """
-
-import dataclasses
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families import split_recurrence
+from ejkernel.families.linear_recurrence.piece_summaries import (
+    FactorAndState,
+    gradient_of_pieces,
+    is_forgotten,
+    log_decay,
+    slice_tokens,
+    summary_of_pieces,
+    zeros_where,
+)
 from ejkernel.families.linear_recurrence.record import (
     LinearRecurrence,
     accumulator,
+    has_decay_per_channel,
     has_matrix_transition,
     num_state_heads,
     real_and_segment_start_tokens,
@@ -24,16 +30,12 @@ from ejkernel.families.linear_recurrence.record import (
     to_recorded_state_layout,
     with_plain_states,
 )
-from ejkernel.families.split_recurrence import (
-    BorderTokens,
-    Results,
-    Run,
-    ShardSummary,
-    SplitRecurrence,
-    cumulative_sums,
-)
+from ejkernel.families.split_recurrence import BorderTokens, Run, ShardSummary, SplitRecurrence, cumulative_sums
 from ejkernel.planning.precision import product_precision
-from ejkernel.planning.token_shards import TokenShards, packed_borders
+from ejkernel.planning.token_shards import TokenShards, apply_factor, packed_borders
+
+GATED_TOKENS_AT_BORDER = 8192
+"""The tokens at a border that are tried as the summary of a shard."""
 
 
 def run_on_token_shard(run: Run, record: LinearRecurrence, shards: TokenShards) -> tuple[jax.Array, jax.Array]:
@@ -90,107 +92,99 @@ def segment_crosses_border(ends: jax.Array) -> jax.Array:
 
 def summary(run: Run, record: LinearRecurrence, border_tokens: BorderTokens) -> ShardSummary:
     """Returns the summary of a shard."""
-    if has_matrix_transition(record):
-        return _summary_with_matrix_factor(run, record, border_tokens)
-    key_gates, value_gates = _log_gates_of_tokens(record, border_tokens.trailing)
-    keys = _tokens_weighted_by_exp(record.key, _gate_sums_after_token(key_gates), border_tokens.trailing, record)
-    values = _tokens_weighted_by_exp(
-        _written_values(record), _gate_sums_after_token(value_gates), border_tokens.trailing, record
-    )
-    added = _sum_of_outer_products(keys, values, record)
-    packed = border_tokens.packed
+    packed, summarise = border_tokens.packed, _summary_with_gates_of_heads
+    if has_matrix_transition(record) or _has_gates_of_channels(record):
+        summarise = summary_of_pieces
+    factor, added = summarise(run, record, border_tokens.trailing)
     if packed is not None and record.sequence_state is not None:
         # The sequence that goes on may have begun here, with a state of its own.
-        begun = states(record)[packed.run][None] * _total_decay_factor(key_gates, value_gates, record)
+        begun = apply_factor(factor, states(record)[packed.run][None], has_matrix_transition(record))
         added = added + jnp.where(packed.passes & ~border_tokens.spans_shard[0], begun, 0)
-    return ShardSummary(_total_decay_factor(*_log_gates_of_tokens(record, border_tokens.leading), record), added)
-
-
-def _summary_with_matrix_factor(run: Run, record: LinearRecurrence, border_tokens: BorderTokens) -> ShardSummary:
-    """Returns the summary of a shard with a delta rule, in two calls of the kernel."""
-    packed, heads, channels = border_tokens.packed, num_state_heads(record), record.query.shape[3]
-    zeros, name = (
-        jnp.zeros((*record.value.shape[:3], channels), record.value.dtype),
-        SPLIT_RECURRENCE_FUNCTIONS.name(record),
-    )
-    identity = jnp.broadcast_to(jnp.eye(channels, dtype=accumulator(record)), (heads, channels, channels))
-    if packed is None:
-        begin = jnp.broadcast_to(identity, (record.query.shape[0], *identity.shape))
-        unread = dataclasses.replace(record, initial_state=None)
-    else:
-        sequence = jnp.arange(states(record).shape[0])[:, None, None, None]
-        begin, unread = jnp.where(sequence == packed.entering_sequence, identity, 0), record
-    effect, factor = run(dataclasses.replace(record, value=zeros, skip=None, **{name: begin}))
-    read, final = run(unread)
-    added = final
-    if packed is not None:
-        factor, added = factor[packed.entering_sequence][None], jnp.where(packed.passes, final[packed.run], 0)[None]
-    return ShardSummary(factor, added, effect, (read, final))
-
-
-def add_entering_state_to_results(
-    record: LinearRecurrence, border_tokens: BorderTokens, summary: ShardSummary, entering_state: jax.Array
-) -> Results:
-    """Returns the results of a shard from those without the state that enters, [B, H, K, V]."""
-    assert summary.unread is not None  # the caller looked
-    read, final = summary.unread
-    dtype, precision = accumulator(record), product_precision(record.query.dtype, record.precision)
-    # The state has the digits of the effect: a product of 16-bit and float32 arrays would be a slow one of float32.
-    # A state may exceed float16.
-    state = entering_state.astype(jnp.float32 if summary.saved.dtype == jnp.float16 else summary.saved.dtype)
-    more = jnp.einsum("bthk,bhkv->bthv", summary.saved, state, precision=precision, preferred_element_type=dtype)
-    # Selected after the product: the state of the sequence that enters may be NaN, which reaches no other sequence.
-    more = jnp.where(border_tokens.leading[..., None, None], more, 0)
-    packed = border_tokens.packed
-    if packed is not None:
-        sequence = jnp.arange(final.shape[0])[:, None, None, None]
-        ended = final + jnp.matmul(summary.factor, entering_state, precision=lax.Precision.HIGHEST)
-        # Where no state enters, a factor that has overflowed would make NaN of the zeros.
-        final = jnp.where((sequence == packed.entering_sequence) & jnp.any(border_tokens.leading), ended, final)
-    return (read.astype(dtype) + more).astype(read.dtype), final
+    return ShardSummary(factor, added)
 
 
 def entering_state_gradient(
-    record: LinearRecurrence, border_tokens: BorderTokens, saved: jax.Array | None, output_cotangent: jax.Array
+    run: Run,
+    record: LinearRecurrence,
+    border_tokens: BorderTokens,
+    output_cotangent: jax.Array,
+    ended_state_cotangent: jax.Array | None,
 ) -> jax.Array:
-    """Returns the gradient of the state that enters a shard, where that of the state that leaves is zeros."""
-    if saved is not None:
-        effect = jnp.where(border_tokens.leading[..., None, None], saved, 0)
-        return _sum_of_outer_products(
-            effect, jnp.where(border_tokens.leading[..., None, None], output_cotangent, 0), record
-        )
-    key_gates, value_gates = _log_gates_of_tokens(record, border_tokens.leading)
-    queries = _tokens_weighted_by_exp(
-        record.query, _gate_sums_up_to_token(key_gates), border_tokens.leading, record, record.softmax_scale
+    """Returns the gradient of the state that enters a shard, where that of the state that leaves is zeros.
+
+    Args:
+        run: Computes a record of one device.
+        record: The record of this device's tokens.
+        border_tokens: The tokens of the shard that its borders concern.
+        output_cotangent: Cotangent of this device's outputs.
+        ended_state_cotangent: [B, H, K, V], cotangent of the state after the leading tokens; None for zeros.
+    """
+    leading, has_matrix = border_tokens.leading, has_matrix_transition(record)
+    if has_matrix or _has_gates_of_channels(record):
+        factor, gradient = gradient_of_pieces(run, record, leading, output_cotangent, ended_state_cotangent)
+    else:
+        factor, gradient = _gradient_with_gates_of_heads(run, record, leading, output_cotangent)
+    if ended_state_cotangent is None:
+        return gradient
+    return gradient + apply_factor(factor, ended_state_cotangent, has_matrix)
+
+
+def _has_gates_of_channels(record: LinearRecurrence) -> bool:
+    """Returns whether each key or value channel has a gate of its own."""
+    return record.value_decay is not None or has_decay_per_channel(record)
+
+
+def _summary_with_gates_of_heads(run: Run, record: LinearRecurrence, trailing: jax.Array) -> FactorAndState:
+    """Returns the factor [B, H, 1, 1] of the trailing tokens, and the state [B, H, K, V] that they add."""
+    tokens = record.query.shape[1]
+
+    def add_up(first: int) -> jax.Array:
+        part = slice_tokens(record, first, tokens, trailing)
+        return _sum_of_outer_products(part.key, _written_values(part), _gate_sums_after_token(part.decay), part)
+
+    def factor_of(first: int) -> jax.Array:
+        return jnp.exp(log_decay(slice_tokens(record, first, tokens, trailing)))
+
+    added = split_recurrence.states_of_rows(run, slice_tokens(record, 0, tokens, trailing))
+    if added is not None:
+        return factor_of(0), added
+    near = max(0, tokens - GATED_TOKENS_AT_BORDER)
+    if near == 0:
+        return factor_of(0), add_up(0)
+    factor, continues = factor_of(near), jnp.any(trailing[:, :near], axis=1)
+    return lax.cond(
+        is_forgotten(factor, continues),
+        lambda: (zeros_where(continues, factor), add_up(near)),
+        lambda: (factor_of(0), add_up(0)),
     )
-    return _sum_of_outer_products(
-        queries,
-        _tokens_weighted_by_exp(output_cotangent, _gate_sums_up_to_token(value_gates), border_tokens.leading, record),
-        record,
+
+
+def _gradient_with_gates_of_heads(
+    run: Run, record: LinearRecurrence, leading: jax.Array, output_cotangent: jax.Array
+) -> FactorAndState:
+    """Returns the factor [B, H, 1, 1] of the leading tokens, and the gradient of the state before them."""
+    tokens, cotangent = record.query.shape[1], jnp.where(leading[..., None, None], output_cotangent, 0)
+
+    def add_up(end: int) -> jax.Array:
+        part = slice_tokens(record, 0, end, leading)
+        added = _sum_of_outer_products(part.query, cotangent[:, :end], _gate_sums_up_to_token(part.decay), part)
+        return added * record.softmax_scale
+
+    def factor_of(end: int) -> jax.Array:
+        return jnp.exp(log_decay(slice_tokens(record, 0, end, leading)))
+
+    added = split_recurrence.states_of_rows(run, slice_tokens(record, 0, tokens, leading), cotangent)
+    if added is not None:
+        return factor_of(tokens), added
+    near = min(tokens, GATED_TOKENS_AT_BORDER)
+    if near == tokens:
+        return factor_of(tokens), add_up(tokens)
+    factor, continues = factor_of(near), jnp.any(leading[:, near:], axis=1)
+    return lax.cond(
+        is_forgotten(factor, continues),
+        lambda: (zeros_where(continues, factor), add_up(near)),
+        lambda: (factor_of(tokens), add_up(tokens)),
     )
-
-
-OptionalLogGates = jax.Array | None
-
-
-def _log_gates_of_tokens(record: LinearRecurrence, chosen: jax.Array) -> tuple[OptionalLogGates, OptionalLogGates]:
-    """Returns the logs of the gates of chosen tokens [B, T, H, ...], 0 for others, in the accumulator's dtype."""
-
-    def log_gate_of_chosen_tokens(gate: jax.Array | None) -> OptionalLogGates:
-        return None if gate is None else jnp.where(chosen[..., None, None], gate.astype(accumulator(record)), 0)
-
-    return log_gate_of_chosen_tokens(record.decay), log_gate_of_chosen_tokens(record.value_decay)
-
-
-def _total_decay_factor(
-    key_gates: OptionalLogGates, value_gates: OptionalLogGates, record: LinearRecurrence
-) -> jax.Array:
-    """Returns the factor of all gates on a state, [B, H, K|1, V|1]; ones without gates."""
-    if key_gates is None and value_gates is None:
-        return jnp.ones((record.query.shape[0], num_state_heads(record), 1, 1), accumulator(record))
-    keys = 0.0 if key_gates is None else jnp.sum(key_gates, axis=1)[..., None]
-    values = 0.0 if value_gates is None else jnp.sum(value_gates, axis=1)[..., None, :]
-    return jnp.exp(keys + values)
 
 
 def _written_values(record: LinearRecurrence) -> jax.Array:
@@ -200,32 +194,33 @@ def _written_values(record: LinearRecurrence) -> jax.Array:
     return jnp.repeat(record.value, num_state_heads(record) // record.value.shape[2], axis=2) * record.dt[..., None]
 
 
-def _gate_sums_up_to_token(gates: OptionalLogGates) -> OptionalLogGates:
+def _gate_sums_up_to_token(gates: jax.Array | None) -> jax.Array | None:
     """Returns the sum of the gates of all tokens up to each, its own included."""
-    return None if gates is None else cumulative_sums(gates)
+    return None if gates is None else cumulative_sums(gates.astype(jnp.promote_types(gates.dtype, jnp.float32)))
 
 
-def _gate_sums_after_token(gates: OptionalLogGates) -> OptionalLogGates:
+def _gate_sums_after_token(gates: jax.Array | None) -> jax.Array | None:
     """Returns the sum of the gates of all tokens after each. Differences of sums would be NaN after a gate of -inf."""
     if gates is None:
         return None
     later = jnp.pad(gates[:, 1:], ((0, 0), (0, 1), (0, 0), (0, 0)))
-    return cumulative_sums(later, reverse=True)
+    return cumulative_sums(later.astype(jnp.promote_types(gates.dtype, jnp.float32)), reverse=True)
 
 
-def _tokens_weighted_by_exp(
-    x: jax.Array, log_weights: OptionalLogGates, chosen: jax.Array, record: LinearRecurrence, scale: float = 1.0
+def _sum_of_outer_products(
+    keys: jax.Array, values: jax.Array, log_weights: jax.Array | None, record: LinearRecurrence
 ) -> jax.Array:
-    """Returns [B, T, H, ...]: an array of all heads, weighted by the exponentials of logs; 0 for tokens not chosen."""
-    x = jnp.repeat(x, num_state_heads(record) // x.shape[2], axis=2).astype(accumulator(record)) * scale
-    x = x if log_weights is None else x * jnp.exp(log_weights)
-    return jnp.where(chosen[..., None, None], x, 0).astype(record.query.dtype)
-
-
-def _sum_of_outer_products(keys: jax.Array, values: jax.Array, record: LinearRecurrence) -> jax.Array:
-    """Returns the sum over tokens of keys times values, [B, H, K, V]."""
-    precision, dtype = product_precision(record.query.dtype, record.precision), accumulator(record)
-    return jnp.einsum("bthk,bthv->bhkv", keys, values, precision=precision, preferred_element_type=dtype)
+    """Returns the sum over tokens of keys times values times the exponentials of logs [B, T, H, 1], [B, H, K, V]. Heads
+    that share keys are one matrix product.
+    """
+    dtype, heads = accumulator(record), num_state_heads(record)
+    values = jnp.repeat(values, heads // values.shape[2], axis=2)
+    if log_weights is not None:
+        values = values.astype(dtype) * jnp.exp(log_weights)
+    values = values.astype(record.query.dtype).reshape(*values.shape[:2], keys.shape[2], -1, values.shape[3])
+    precision = product_precision(record.query.dtype, record.precision)
+    added = jnp.einsum("btgk,btgrv->bgrkv", keys, values, precision=precision, preferred_element_type=dtype)
+    return added.reshape(added.shape[0], heads, *added.shape[3:])
 
 
 SPLIT_RECURRENCE_FUNCTIONS = SplitRecurrence(
@@ -233,7 +228,6 @@ SPLIT_RECURRENCE_FUNCTIONS = SplitRecurrence(
     enters=segment_crosses_border,
     summary=summary,
     gradient=entering_state_gradient,
-    correct_results=add_entering_state_to_results,
     matrices=has_matrix_transition,
     states=states,
     name=lambda record: "initial_state" if record.cu_seqlens is None else "sequence_state",

@@ -56,14 +56,25 @@ def summary(run: Run, record: SelectiveScan, borders: BorderTokens) -> ShardSumm
         # The sequence that goes on may have begun here, with a state of its own.
         begun = states(record)[packed.run][None] * _state_decay_factor(record, steps)
         added = added + jnp.where(packed.passes & ~borders.spans_shard[0], begun, 0)
-    return ShardSummary(_state_decay_factor(record, _chosen_steps(record, borders.leading)), added)
+    return ShardSummary(_state_decay_factor(record, steps), added)
 
 
-def gradient(record: SelectiveScan, borders: BorderTokens, saved: None, output_cotangent: jax.Array) -> jax.Array:
-    """Returns the gradient of the state that enters a shard, where that of the state that leaves is zeros."""
-    so_far = cumulative_sums(_chosen_steps(record, borders.leading))
+def gradient(
+    run: Run,
+    record: SelectiveScan,
+    borders: BorderTokens,
+    output_cotangent: jax.Array,
+    ended_state_cotangent: jax.Array | None,
+) -> jax.Array:
+    """Returns the gradient of the state that enters a shard, where that of the state that leaves is zeros, and that of
+    the state after the leading tokens is `ended_state_cotangent`.
+    """
+    steps = _chosen_steps(record, borders.leading)
     values, write_or_read = (_zero_unless_chosen(x, borders.leading, record) for x in (output_cotangent, record.read))
-    return _sum_weighted_by_write_or_read(record, so_far, values, write_or_read)
+    added = _sum_weighted_by_write_or_read(record, cumulative_sums(steps), values, write_or_read)
+    if ended_state_cotangent is None:
+        return added
+    return added + _state_decay_factor(record, steps) * ended_state_cotangent
 
 
 def states(record: SelectiveScan) -> jax.Array:
