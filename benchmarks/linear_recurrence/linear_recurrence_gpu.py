@@ -3,6 +3,8 @@
     python benchmarks/linear_recurrence/linear_recurrence_gpu.py  # the table
     python benchmarks/linear_recurrence/linear_recurrence_gpu.py --quick  # few rounds
     python benchmarks/linear_recurrence/linear_recurrence_gpu.py --long  # long rows, and packed documents
+    # the second of four processes that compile at the same time and measure in turn (EJKERNEL_BENCH_LOCK names a file)
+    python benchmarks/linear_recurrence/linear_recurrence_gpu.py --part 2/4 --meet /tmp/parts
     # also every configuration worth measuring
     python benchmarks/linear_recurrence/linear_recurrence_gpu.py --candidates
     python benchmarks/linear_recurrence/linear_recurrence_gpu.py --stages  # the kernels one by one, with many tiles
@@ -25,7 +27,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, reference
 from ejkernel.ops import ConfigSelectorChain
@@ -36,125 +37,12 @@ from ejkernel.ops.plugins import registry
 sys.path.append(str(Path(__file__).parents[1]))
 import shared.report
 from linear_recurrence import _recurrence_peers
+from linear_recurrence._recurrence_cells import Cell, cells
 
 COLUMNS = ("shape", "side", "forward ms", "with gradients ms", "memory with gradients MB")
 Side = Callable[[], Any]
 CHECKED = 512
 """Tokens that are compared with the formula."""
-
-
-GATED = ("gla", "kda", "gate a head", "gated delta")
-"""Kinds whose gates depend on the tokens."""
-
-STRENGTHS = ("initial", "mild", "harsh")
-
-
-def log_gates(kind: str, strength: str, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns log gates of a strength, [B, T, H, WIDTH].
-
-    - initial: as a layer of the kind begins. Delta rules: -A dt, A uniform in 1 to 16 per head and dt log-uniform in
-      1e-3 to 0.1, the initialisation of Mamba-2 (arXiv:2405.21060), which Gated DeltaNet (arXiv:2412.06464) and Kimi
-      Linear (arXiv:2510.26692) have. Others: log_sigmoid(normal) / 16 (GLA, arXiv:2312.06635).
-    - mild: log_sigmoid(normal) / 16, which is GLA's temperature.
-    - harsh: log_sigmoid(normal).
-    """
-    logits = jax.nn.log_sigmoid(jax.random.normal(key, shape))
-    if strength == "harsh":
-        return logits
-    if strength == "mild" or kind in ("gla", "gate a head"):
-        return logits / 16
-    rates, steps = jax.random.split(key)
-    dt = jnp.exp(jax.random.uniform(steps, shape, minval=np.log(1e-3), maxval=np.log(0.1)))
-    return -jax.random.uniform(rates, (shape[2], 1), minval=1.0, maxval=16.0) * dt
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One shape; `kind` names the operation and its gates, `gates` their strength (see `log_gates`).
-
-    Documents are sequences packed in one row, if any.
-    """
-
-    kind: str
-    batch: int = 4
-    length: int = 8192
-    heads: int = 16
-    keys: int = 128
-    values: int = 128
-    documents: int = 0
-    gates: str = "initial"
-
-    def __str__(self) -> str:
-        packed = f", {self.documents} documents" if self.documents else ""
-        strength = f", {self.gates} gates" if self.kind in GATED else ""
-        return f"{self.kind} B{self.batch} S{self.length} H{self.heads} K{self.keys} V{self.values}{packed}{strength}"
-
-    @property
-    def delta(self) -> bool:
-        """Whether it is a delta rule."""
-        return self.kind in ("gated delta", "kda")
-
-    def record(self, dtype: Any = jnp.bfloat16) -> LinearRecurrence:
-        """The call as its operation's `lower` makes it, with normal numbers."""
-        keys = iter(jax.random.split(jax.random.key(0), 6))
-        b, t, h, mamba = self.batch, self.length, self.heads, self.kind == "mamba-2"
-
-        def normal(heads: int, size: int) -> jax.Array:
-            return jax.random.normal(next(keys), (b, t, heads, size), jnp.float32).astype(dtype)
-
-        query, key = (normal(1 if mamba else h, self.keys) for _ in range(2))
-        value, gate = normal(h, self.values), next(keys)
-        fields: dict[str, Any] = {}
-        if self.kind in ("gla", "kda"):
-            fields["decay"] = log_gates(self.kind, self.gates, gate, (b, t, h, self.keys))
-        elif self.kind in ("gate a head", "gated delta"):
-            fields["decay"] = log_gates(self.kind, self.gates, gate, (b, t, h, 1))
-        elif self.kind == "lightning":
-            fields["decay"] = (-8 / h * 0.5 * jnp.arange(h, dtype=jnp.float32))[None, None, :, None]
-        elif mamba:
-            dt = 0.1 * jax.random.uniform(gate, (b, t, h))
-            fields |= {"dt": dt, "decay": -dt[..., None], "skip": jnp.ones((1, 1, h))}
-        if self.delta:
-            # Layers of the delta rule normalise keys: longer ones would make the state grow.
-            key = (key / jnp.linalg.norm(key.astype(jnp.float32), axis=-1, keepdims=True)).astype(dtype)
-            fields["beta"] = jax.nn.sigmoid(jax.random.normal(next(keys), (b, t, h))).astype(dtype)
-        if self.documents:
-            # Of any length, as in training.
-            cuts = np.sort(np.random.default_rng(0).integers(1, t, self.documents - 1))
-            fields["cu_seqlens"] = jnp.asarray([0, *cuts, t], jnp.int32)
-        scale = 1.0 if mamba else self.keys**-0.5
-        return LinearRecurrence(query=query, key=key, value=value, softmax_scale=scale, **fields)
-
-    @property
-    def grad_fields(self) -> frozenset[str]:
-        """What training needs the gradients of."""
-        extra = {"gla": {"decay"}, "gate a head": {"decay"}, "mamba-2": {"decay", "dt", "skip"}}
-        extra |= {"gated delta": {"decay", "beta"}, "kda": {"decay", "beta"}}
-        return frozenset({"query", "key", "value"} | extra.get(self.kind, set()))
-
-
-def cells(quick: bool, long: bool) -> Iterator[Cell]:
-    """What is measured; packed documents have as many tokens as the rows above them, long rows twice as many."""
-    if long:
-        for kind in ("kda", "gated delta", "lightning", "gla", "gate a head"):
-            yield Cell(kind=kind)
-            yield Cell(kind=kind, batch=1, length=65536)
-            yield Cell(kind=kind, batch=1, length=65536, documents=70)
-        return
-    for kind in ("gla", "lightning", "gate a head", "gated delta", "kda"):
-        # GLA's initialisation is mild.
-        for gates in STRENGTHS if kind in GATED else STRENGTHS[:1]:
-            if gates != "mild" or kind in ("gated delta", "kda"):
-                yield Cell(kind=kind, gates=gates)
-    yield Cell(kind="mamba-2", batch=8, heads=64, values=64)
-    if quick:
-        return
-    for kind in ("gla", "lightning", "gate a head", "gated delta", "kda"):
-        yield Cell(kind=kind, batch=1, length=32768, documents=16)
-    yield Cell(kind="mamba-2", batch=1, length=65536, heads=64, values=64, documents=32)
-    for kind in ("gla", "lightning", "gate a head", "gated delta", "kda"):
-        yield Cell(kind=kind, batch=1, length=65536)
-        yield Cell(kind=kind, batch=1, length=65536, documents=70)
 
 
 def serving(record: LinearRecurrence) -> str:
@@ -282,55 +170,80 @@ def configuration(record: LinearRecurrence) -> Any:
     return ConfigSelectorChain().choose(request).part
 
 
+def wanted(side: str, options: argparse.Namespace) -> bool:
+    """Whether the command line asks for a side."""
+    return not options.only or side in options.only.split(",")
+
+
 def contenders(cell: Cell, record: LinearRecurrence, options: argparse.Namespace) -> dict[str, Callable[[Any], Any]]:
     """Everything of ours that can compute a cell, by name."""
     found: dict[str, Callable[[Any], Any]] = {}
     name = serving(record)
     space = implementation(name).config
-    if options.only in "triton":
+    if wanted("triton", options):
         found["ejkernel triton"] = kernel(name, configuration(record))
         if options.candidates:
             for config in space.candidates(record, current_device(), "forward"):
                 found[str(config)] = kernel(name, config)
-    if options.only in "cuda" and cell.documents == 0:
+    if wanted("cuda", options) and cell.documents == 0:
         gates_per_head = "cuda_chunked" if record.beta is None else "cuda_delta"
         found["ejkernel cuda"] = kernel("cuda_channel_gates" if cell.kind in ("gla", "kda") else gates_per_head, None)
-    if options.only in "xla":
+    if wanted("xla", options):
         found["ejkernel xla"] = _xla(record)
     return found
 
 
-def timed(cell: Cell, options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
-    """One line for each side."""
-    record, sides = cell.record(), {}
-    memory: dict[str, str] = {}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A cell whose sides are compiled: those of ours that are right, with both passes, and which peers are right."""
+
+    cell: Cell
+    passes: dict[str, tuple[Any, Any]]
+    peers: frozenset[str]
+
+
+def prepared(cell: Cell, options: argparse.Namespace) -> Prepared:
+    """Compiles all sides of a cell, and checks their numbers. Frees the arrays, so that many cells can be ready."""
+    record, compiled, others = cell.record(), {}, set()
     for name, call in contenders(cell, record, options).items():
         off = errors(cell, record, call)
-        if not max(off.values()) < 2e-2:
+        if max(off.values()) < 2e-2:
+            compiled[name] = passes(call, record, cell.grad_fields)
+        else:
             print(f"<!-- {name} is wrong on {cell}: {off} -->", flush=True)
-            continue
-        forward, both = passes(call, record, cell.grad_fields)
-        cotangent = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), jax.eval_shape(call, record))
-        sides[name] = (functools.partial(forward, record), functools.partial(both, record, cotangent))
-        memory[name] = f"{both.memory_analysis().temp_size_in_bytes / 1e6:.0f}"
-    if options.only in "fla" and not cell.documents:
+    if wanted("fla", options) and not cell.documents:
         want = reference(in_float32(first_tokens(record)))[0][0]
-        for name, pair, most in _recurrence_peers.peers(cell.kind, record):
+        for name, pair, _ in _recurrence_peers.peers(cell.kind, record):
             off = _relative(jnp.from_dlpack(pair[0]()[:1, :CHECKED].contiguous()), want)
-            if not off < 2e-2:
+            if off < 2e-2:
+                others.add(name)
+            else:
                 print(f"<!-- {name} is wrong on {cell}: {off} -->", flush=True)
-                continue
-            sides[name], memory[name] = pair, f"{most / 1e6:.0f}"
+    return Prepared(cell=cell, passes=compiled, peers=frozenset(others))
+
+
+def timed(ready: Prepared, options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
+    """One line for each side."""
+    record, memory = ready.cell.record(), {}
+    sides: dict[str, tuple[Side, Side]] = {}
+    for name, (forward, both) in ready.passes.items():
+        cotangent = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), forward.out_info)
+        sides[name] = (functools.partial(forward, record), functools.partial(both, record, cotangent))
+        memory[name] = both.memory_analysis().temp_size_in_bytes
+    if ready.peers:
+        for name, pair, most in _recurrence_peers.peers(ready.cell.kind, record):
+            if name in ready.peers:
+                sides[name], memory[name] = pair, most
     for name, times in _medians(sides, 3 if options.quick else 7).items():
-        yield str(cell), name, *(f"{1e3 * s:.3f}" for s in times), memory[name]
+        yield str(ready.cell), name, *(f"{1e3 * s:.3f}" for s in times), f"{memory[name] / 1e6:.0f}"
 
 
 def _medians(sides: dict[str, tuple[Side, Side]], rounds: int) -> dict[str, list[float]]:
     """Seconds of both passes of each side, interleaved."""
     times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in sides}
     for pair in sides.values():
-        sample(pair[0], 0.3)  # a GPU that was idle has yet to raise its clocks
-    for _ in shared.report.locked_rounds(rounds):
+        sample(pair[0], 0.1)  # a GPU that was idle has yet to raise its clocks
+    for _ in range(rounds):
         for name, pair in sides.items():
             for side, record in zip(pair, times[name], strict=True):
                 record.append(sample(side))
@@ -368,8 +281,10 @@ def main() -> None:
             "--stages": "the kernels one by one, with many tiles",
         },
         {
-            "--only": ("", "triton, cuda, xla or fla; without it all"),
+            "--only": ("", "of triton, cuda, xla and fla, separated by commas; without it all"),
             "--cells": ("", "kinds, separated by commas; without it all"),
+            "--part": ("1/1", "every n-th cell from the k-th on: k/n"),
+            "--meet": ("", "a folder where the processes of all parts meet before they measure, one at a time"),
         },
     )
     print(shared.report.heading())
@@ -381,9 +296,22 @@ def main() -> None:
             _recurrence_stages.measure(cell, cell.record(), sample)
         return
     print(shared.report.markdown_table(COLUMNS, ()), flush=True)
-    for cell in chosen:
-        for row in timed(cell, options):
-            print("| " + " | ".join(row) + " |", flush=True)
+    part, parts = map(int, options.part.split("/"))
+    ready = (prepared(cell, options) for cell in chosen[part - 1 :: parts])
+    if options.meet:
+        ready = iter(list(ready))
+        meet(Path(options.meet), part, parts)
+    for one in ready:
+        for _ in shared.report.locked_rounds(1):
+            for row in timed(one, options):
+                print("| " + " | ".join(row) + " |", flush=True)
+
+
+def meet(folder: Path, part: int, parts: int) -> None:
+    """Waits until the processes of all parts have come here."""
+    (folder / f"part{part}").touch()
+    while len(list(folder.glob("part*"))) < parts:
+        time.sleep(0.2)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python benchmarks/linear_recurrence/recurrent_step_gpu.py  # the table
     python benchmarks/linear_recurrence/recurrent_step_gpu.py --quick  # one token
     python benchmarks/linear_recurrence/recurrent_step_gpu.py --only triton  # one of ours
-    python benchmarks/linear_recurrence/recurrent_step_gpu.py --tokens 8  # 256 sequences of eight tokens, without XLA
+    # one to eight tokens of 64 to 256 sequences, without XLA; steps are compiled by 8 threads before
+    python benchmarks/linear_recurrence/recurrent_step_gpu.py --serving --threads 8
     python benchmarks/linear_recurrence/recurrent_step_gpu.py --candidates  # also every configuration worth measuring
     # no times: small steps anywhere
     TRITON_INTERPRET=1 python benchmarks/linear_recurrence/recurrent_step_gpu.py --check
@@ -37,7 +38,7 @@ import shared.report
 from linear_recurrence.linear_recurrence_gpu import Cell, implementation
 from selective_scan.selective_scan_gpu import Side, medians
 
-COLUMNS = ("shape", "side", "microseconds", "rate")
+COLUMNS = ("shape", "side", "microseconds", "rate", "share of the copy")
 STEPS = 16
 FORMS = ("", "packed", "slots")
 KINDS = ("gate a head", "gla", "lightning", "mamba-2", "gated delta", "kda")
@@ -66,6 +67,15 @@ def steps(options: argparse.Namespace) -> Iterator[tuple[Cell, str]]:
     for kind in kinds:
         for batch, tokens, form in sizes:
             yield Cell(kind=kind, batch=batch, length=tokens), form
+
+
+def serving_steps(options: argparse.Namespace) -> Iterator[tuple[Cell, str]]:
+    """One to eight tokens of sequences as they are served together."""
+    for kind in KINDS:
+        for batch, form in ((256, ""), (256, "slots"), (128, ""), (64, "")):
+            for tokens in (1, 2, 4, 8) if batch == 256 and not form else (1, 8):
+                if options.kind in ("", kind):
+                    yield Cell(kind=kind, batch=batch, length=tokens), form
 
 
 def record_of(cell: Cell, form: str) -> LinearRecurrence:
@@ -133,7 +143,7 @@ def copy(record: LinearRecurrence) -> Side:
 def calls(record: LinearRecurrence, options: argparse.Namespace) -> Iterator[tuple[str, Call]]:
     """Everything of ours that can take a step."""
     for name in ("cuda", "triton_decode", "xla"):
-        if options.only not in name or (options.tokens and name == "xla"):
+        if options.only not in name or (options.serving and name == "xla"):
             continue
         chosen = implementation(name)
         absent = chosen.platform == "cuda" and current_device().vendor != "nvidia"
@@ -239,20 +249,31 @@ def timed(step: tuple[Cell, str], contenders: dict[str, Side], options: argparse
     if options.check:
         for name, side in contenders.items():
             jax.block_until_ready(side.run())
-            yield [shape, name, "right", ""]
+            yield [shape, name, "right", "", ""]
         return
-    size = 8.0 * cell.batch * cell.heads * cell.keys * cell.values
-    for name, seconds in medians(contenders, options.rounds).items():
-        yield [shape, name, f"{seconds / STEPS * 1e6:.1f}", f"{size * STEPS / seconds / 1e9:.0f} GB/s"]
+    states = 8.0 * cell.batch * cell.heads * cell.keys * cell.values
+    tokens = token_bytes(record_of(cell, form))
+    measured = medians(contenders, options.rounds)
+    for name, seconds in measured.items():
+        share = measured["copy"] / seconds
+        shares = "" if name == "copy" else f"{share:.3f} ({share * (states + tokens) / states:.3f})"
+        yield [shape, name, f"{seconds / STEPS * 1e6:.1f}", f"{states * STEPS / seconds / 1e9:.0f} GB/s", shares]
+
+
+def token_bytes(record: LinearRecurrence) -> int:
+    """The bytes of a step's tokens and of its output, which has a head for each state."""
+    read = (record.query, record.key, record.value, record.decay, record.beta, record.dt)
+    state = record.initial_state if record.cu_seqlens is None else record.sequence_state
+    assert state is not None
+    written = record.value.nbytes // record.value.shape[2] * state.shape[1]
+    return sum(x.nbytes for x in read if x is not None) + written
 
 
 def rows(options: argparse.Namespace) -> Iterator[list[str]]:
     """The lines of the table. With several threads everything is compiled before anything is timed."""
     prepare = functools.partial(prepared, options=options)
     with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
-        every = list(steps(options))
-        if options.tokens:
-            every = [(Cell(kind=kind, batch=256, length=options.tokens), "") for kind in KINDS if kind != "lightning"]
+        every = list(serving_steps(options) if options.serving else steps(options))
         made = map(prepare, every) if options.threads == 1 else list(pool.map(prepare, every))
         for step, contenders in zip(every, made, strict=True):
             yield from timed(step, contenders, options)
@@ -267,7 +288,7 @@ def main() -> None:
     parser.add_argument("--candidates", action="store_true", help="every configuration, too")
     parser.add_argument("--kind", default="", choices=("", *KINDS), help="one kind of recurrence; without it all")
     parser.add_argument("--only", default="", help="part of the name of one of ours; without it all")
-    parser.add_argument("--tokens", type=int, default=0, help="tokens of 256 sequences; without it the whole table")
+    parser.add_argument("--serving", action="store_true", help="one to eight tokens, 64 to 256 sequences, no XLA")
     parser.add_argument("--check", action="store_true", help="small steps on any device, no times")
     options = parser.parse_args()
     if not options.check and not shared.report.has_gpu():
