@@ -10,6 +10,7 @@ from ejkernel_cuda import (
     channel_gates,
     delta_rule,
     dense_decode,
+    grouped_sparse_attention,
     paged_codes,
     paged_decode,
     quantized_matmul,
@@ -38,6 +39,7 @@ def ejkernel_implementations() -> tuple[Implementation, ...]:
     return (
         *tiled_attention.implementations(),
         *token_sparse_attention.IMPLEMENTATIONS,
+        *grouped_sparse_attention.IMPLEMENTATIONS,
         *decode_implementations,
         *matmul_implementations,
         *recurrence_implementations,
