@@ -1,8 +1,9 @@
-"""Token-sparse attention on a GPU: the Triton kernels against XLA, and against attention to all keys.
+"""Token-sparse attention on a GPU: the CUDA and Triton kernels against XLA, and against attention to all keys.
 
     python benchmarks/selected_attention/token_sparse_attention_gpu.py          # 4096 queries of 32768 and 131072 keys
     python benchmarks/selected_attention/token_sparse_attention_gpu.py --quick  # of 32768 keys
     python benchmarks/selected_attention/token_sparse_attention_gpu.py --latent # the latent form forward, and decoding
+    python benchmarks/selected_attention/token_sparse_attention_gpu.py --grouped # KV heads, neighbours that share keys
 
 The queries are the newest tokens of a context, as in chunked prefill. Each draws 2048 keys at random from those that
 are not after it, and lists them once: 1981 on average of 32768 keys. Two layers: DeepSeek-V3.2's latent form, 128 heads
@@ -12,6 +13,10 @@ time is that of 4096 divided by 16. Outputs and gradients are compared with floa
 
 Decoding is 64 queries of the latent form that list 2048 of 262144 keys, eight calls in a program. Bytes are those of
 the listed keys, once for all heads; the copy moves as many.
+
+What the CUDA kernel for KV heads costs depends on the keys that neighbouring queries share. A model's selections
+change little from a query to the next: each entry of a list, a token or a block of 128, is drawn again at a rate. U4
+and U8 are the different keys of four and of eight neighbours, over those that one lists.
 """
 
 import dataclasses
@@ -23,6 +28,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel.modules import flash_attention, token_sparse_attention
 from ejkernel.types import MaskInfo
@@ -97,9 +103,8 @@ def sides(layer: Layer, num_keys: int) -> Iterator[tuple[str, Callable[..., jax.
     """Yields the name, the function, the arrays and the cotangent of each side."""
     arrays, cotangent = layer.make_arrays(QUERIES, num_keys)
     call = functools.partial(token_sparse_attention, **layer.options())
-    if layer.is_latent:
-        # Whatever dispatch chooses: the CUDA kernel forward, which has no gradients, and Triton's for those.
-        yield "cuda, triton gradients", call, arrays, cotangent
+    # Whatever dispatch chooses: the CUDA kernels forward, which have no gradients, and Triton's for those.
+    yield "cuda, triton gradients", call, arrays, cotangent
     yield "triton", functools.partial(call, platform="triton"), arrays, cotangent
     few = layer.make_arrays(XLA_QUERIES, num_keys)
     yield f"xla, {XLA_QUERIES} queries", functools.partial(call, platform="xla"), *few
@@ -201,11 +206,70 @@ def latent_rows(num_keys: int, rounds: int) -> Iterator[list[str]]:
         yield [layer.name, str(num_keys), side, f"{seconds * 1e3:.2f}", f"{rate:.0f} TFLOP/s"]
 
 
+GROUPED_COLUMNS = ("lists", "keys", "U4", "U8", "side", "ms", "rate")
+SELECTIONS = {
+    "one list for all": (1, 0.0),
+    "tokens, 6% drawn again": (1, 0.06),
+    "tokens, 12.5% drawn again": (1, 0.125),
+    "blocks of 128, 12.5% drawn again": (128, 0.125),
+    "tokens, 30% drawn again": (1, 0.3),
+    "tokens at random": (1, 1.0),
+}
+"""Tokens of a selected block, and the rate at which the next query selects another one, by name."""
+
+
+def neighbours_lists(num_keys: int, block: int, rate: float) -> np.ndarray:
+    """[1, T, K] different keys of each query, all before the first query, some drawn again from query to query."""
+    rng = np.random.default_rng(5)
+    selected = LISTED // block
+    # A selection is one block of a stretch of its own, so that no two are the same.
+    stretch = (num_keys - QUERIES) // block // selected
+    drawn = rng.integers(0, stretch, (QUERIES, selected), dtype=np.int32)
+    is_new = (rng.random((QUERIES, selected)) < rate) | (np.arange(QUERIES) == 0)[:, None]
+    newest = np.maximum.accumulate(np.where(is_new, np.arange(QUERIES)[:, None], 0), axis=0)
+    blocks = np.take_along_axis(drawn, newest, axis=0) + np.arange(selected, dtype=np.int32) * stretch
+    keys = blocks[:, rng.permutation(selected), None] * block + np.arange(block, dtype=np.int32)
+    return np.ascontiguousarray(keys.reshape(1, QUERIES, LISTED))
+
+
+def union_ratio(lists: np.ndarray, neighbours: int) -> float:
+    """Returns the different keys that neighbours list, over those that one lists, of every 16th group."""
+    groups = lists[0].reshape(-1, neighbours * LISTED)[::16]
+    return float(np.mean([np.unique(group).size for group in groups])) / LISTED
+
+
+def grouped_rows(num_keys: int, rounds: int) -> Iterator[list[str]]:
+    """Yields the lines of the table of the form with KV heads, forward, by how much neighbours share; interleaved."""
+    layer = LAYERS[1]
+    arrays, _ = layer.make_arrays(QUERIES, num_keys)
+    calls = {x: jax.jit(functools.partial(token_sparse_attention, platform=x)) for x in ("cuda", "triton")}
+    for name, (block, rate) in SELECTIONS.items():
+        lists = neighbours_lists(num_keys, block, rate)
+        arrays["indices"] = jnp.asarray(lists)
+        contenders: dict[str, Callable[[], Any]] = {x: functools.partial(call, **arrays) for x, call in calls.items()}
+        error = relative_error(contenders["cuda"](), contenders["triton"]().astype(jnp.float32))
+        if not error < 5e-3:
+            raise SystemExit(f"{name}: the kernels differ by {error}")
+        unions = [f"{union_ratio(lists, n):.2f}" for n in (4, 8)]
+        for side, seconds in shared.turns.time_in_turns(contenders, rounds).items():
+            rate_of_side = f"{layer.operations(arrays['indices']) / seconds / 1e12:.0f} TFLOP/s"
+            yield [name, str(num_keys), *unions, side, f"{seconds * 1e3:.3f}", rate_of_side]
+
+
 def main() -> None:
     """Prints the table."""
     chosen = shared.report.parse_options(
-        __doc__, {"--quick": "32768 keys, few rounds", "--latent": "the latent form forward, and decoding"}
+        __doc__,
+        {
+            "--quick": "32768 keys, few rounds",
+            "--latent": "the latent form forward, and decoding",
+            "--grouped": "KV heads, lists of neighbours that share more and fewer keys",
+        },
     )
+    if chosen.grouped:
+        every_selection = (row for n in (32768, 131072) for row in grouped_rows(n, 5))
+        shared.report.print_rows_as_measured(GROUPED_COLUMNS, every_selection)
+        return
     if chosen.latent:
         shared.report.print_rows_as_measured(COLUMNS[:5], (x for n in (32768, 131072) for x in latent_rows(n, 5)))
         print()
