@@ -2,12 +2,13 @@
 
     python benchmarks/linear_recurrence/rwkv_gpu.py          # B4 S8192 H16, heads of 64
     python benchmarks/linear_recurrence/rwkv_gpu.py --check  # a short row on any device, no times
-    python benchmarks/linear_recurrence/rwkv_gpu.py --fla    # flash-linear-attention's chunk_rwkv7 too
+    python benchmarks/linear_recurrence/rwkv_gpu.py --fla    # flash-linear-attention's chunk_rwkv6 and 7 too
 
-Log decays are -exp(uniform(-6, 0)) per channel, about the range of a trained RWKV-6. `rwkv7_mul` also runs with those
-of a fresh RWKV-7 layer, -exp(-0.5) sigmoid(normal), which are bounded, and with harsh ones, -exp(2 normal), of which 2%
-are -inf. Outputs are compared with the reference in float32 on a short row first. Sides are interleaved, several calls
-a sample, and medians are printed.
+Log decays are of three strengths: -exp(uniform(-6, 0)) per channel, about the range of a trained RWKV-6; those of a
+fresh RWKV-7 layer, -exp(-0.5) sigmoid(normal), which are bounded; and harsh ones, -exp(2 normal), of which 2% are -inf.
+Flash-linear-attention runs with the bounded ones, as `safe_gate` wants, after its own autotuning, which takes minutes.
+Outputs are compared with the reference in float32 on a short row first. Sides are interleaved, several calls a sample,
+and medians are printed.
 """
 
 import functools
@@ -33,6 +34,7 @@ COLUMNS = ("operation", "forward ms", "with gradients ms")
 TOLERANCE = 2e-2
 """Of the relative difference of bfloat16 results, in the Frobenius norm."""
 HEAD_DIM = 64
+WHICH = ("forward", "both")
 
 FIELDS: dict[Callable[..., Any], tuple[str, ...]] = {
     gated_linear_attention: ("r", "k", "v", "w"),
@@ -53,6 +55,14 @@ def harsh_decays(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jnp.where(forgets, -jnp.inf, -jnp.exp(2 * jax.random.normal(key, shape)))
 
 
+def trained_decays(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns log decays of about the range of a trained RWKV-6."""
+    return -jnp.exp(jax.random.uniform(key, shape, minval=-6.0, maxval=0.0))
+
+
+DECAYS = {"trained": trained_decays, "bounded": bounded_decays, "harsh": harsh_decays}
+
+
 def inputs(batch: int, tokens: int, heads: int) -> dict[str, jax.Array]:
     """Returns arrays [B, T, H, 64] in bfloat16, log decays `w` in float32 and the bonus `u` [H, 64]."""
     keys = jax.random.split(jax.random.key(0), 7)
@@ -65,7 +75,7 @@ def inputs(batch: int, tokens: int, heads: int) -> dict[str, jax.Array]:
         "kk": kk / jnp.linalg.norm(kk, axis=-1, keepdims=True),
         "a": jax.nn.sigmoid(a),
     }
-    decays = -jnp.exp(jax.random.uniform(keys[5], shape, minval=-6.0, maxval=0.0))
+    decays = trained_decays(keys[5], shape)
     bonus = jax.random.normal(keys[6], (heads, HEAD_DIM))
     return {name: x.astype(jnp.bfloat16) for name, x in arrays.items()} | {"w": decays, "u": bonus}
 
@@ -90,30 +100,51 @@ def graded(operation: Callable[..., Any], *arrays: jax.Array) -> Any:
 
 
 def fla_sides(arrays: dict[str, jax.Array]) -> dict[str, shared.turns.TimedCall]:
-    """Returns both passes of flash-linear-attention's `chunk_rwkv7`, with its default and with bounded gates."""
+    """Returns both passes of flash-linear-attention's operations, of `chunk_rwkv7` with its default and with
+    `safe_gate`.
+    """
     shared.gpu_peers.keep_triton_cache()
     import torch
+    from fla.ops.rwkv6 import chunk_rwkv6
     from fla.ops.rwkv7 import chunk_rwkv7
 
     rate, direction = arrays["a"], arrays["kk"]
-    jax_arrays = (*(arrays[name] for name in ("r", "w", "k", "v")), -direction, direction * rate)
-    tensors = [torch.from_dlpack(x).clone() for x in jax_arrays]
-    graded_tensors = [x.clone().requires_grad_() for x in tensors]
+    of_rwkv6 = [arrays[name] for name in ("r", "k", "v", "w", "u")]
+    of_rwkv7 = [*(arrays[name] for name in ("r", "w", "k", "v")), -direction, direction * rate]
 
-    def forward(**options: Any) -> Any:
-        with torch.no_grad():
-            return chunk_rwkv7(*tensors, scale=HEAD_DIM**-0.5, **options)[0]
+    def passes(operation: Any, jax_arrays: list[jax.Array], **options: Any) -> tuple[shared.turns.TimedCall, ...]:
+        tensors = [torch.from_dlpack(x).clone() for x in jax_arrays]
+        leaves = [x.clone().requires_grad_() for x in tensors]
 
-    def both(**options: Any) -> Any:
-        output = chunk_rwkv7(*graded_tensors, scale=HEAD_DIM**-0.5, **options)[0]
-        return torch.autograd.grad(output, graded_tensors, torch.ones_like(output))
+        def forward() -> Any:
+            with torch.no_grad():
+                return operation(*tensors, scale=HEAD_DIM**-0.5, **options)[0]
 
-    kinds = {"fla chunk_rwkv7": {}, "fla chunk_rwkv7 safe_gate": {"safe_gate": True, "chunk_size": 64}}
-    return {
-        f"{name} {which}": functools.partial(call, **options)
-        for name, options in kinds.items()
-        for which, call in (("forward", forward), ("both", both))
+        def both() -> Any:
+            output = operation(*leaves, scale=HEAD_DIM**-0.5, **options)[0]
+            return torch.autograd.grad(output, leaves, torch.ones_like(output))
+
+        return forward, both
+
+    calls = {
+        "fla chunk_rwkv6": passes(chunk_rwkv6, of_rwkv6),
+        "fla chunk_rwkv7": passes(chunk_rwkv7, of_rwkv7),
+        "fla chunk_rwkv7 safe_gate": passes(chunk_rwkv7, of_rwkv7, safe_gate=True, chunk_size=64),
     }
+    return {f"{name} {which}": call for name, both in calls.items() for which, call in zip(WHICH, both, strict=True)}
+
+
+def library_sides(large: dict[str, jax.Array]) -> Iterator[tuple[str, shared.turns.TimedCall]]:
+    """Yields both passes of each operation with decays of each strength."""
+    for operation, fields in FIELDS.items():
+        forward, both = jax.jit(operation), jax.jit(functools.partial(graded, operation))
+        for strength, decays in DECAYS.items():
+            arrays = large | {"w": decays(jax.random.key(2), large["w"].shape)}
+            for which, call in zip(WHICH, (forward, both), strict=True):
+                yield (
+                    f"{operation.__name__}, {strength} {which}",
+                    functools.partial(call, *(arrays[x] for x in fields)),
+                )
 
 
 def rows(options: Namespace) -> Iterator[list[str]]:
@@ -127,21 +158,12 @@ def rows(options: Namespace) -> Iterator[list[str]]:
     if options.check:
         return
     large = inputs(4, 8192, 16)
-    sides: dict[str, shared.turns.TimedCall] = {}
-    for operation, fields in FIELDS.items():
-        arrays = [large[name] for name in fields]
-        sides[f"{operation.__name__} forward"] = functools.partial(jax.jit(operation), *arrays)
-        sides[f"{operation.__name__} both"] = functools.partial(jax.jit(functools.partial(graded, operation)), *arrays)
-    shape = large["w"].shape
-    for name, decays in (("bounded", bounded_decays), ("harsh", harsh_decays)):
-        arrays = [(large | {"w": decays(jax.random.key(2), shape)})[field] for field in FIELDS[rwkv7_mul]]
-        sides[f"rwkv7_mul, {name} forward"] = functools.partial(jax.jit(rwkv7_mul), *arrays)
-        sides[f"rwkv7_mul, {name} both"] = functools.partial(jax.jit(functools.partial(graded, rwkv7_mul)), *arrays)
+    sides = dict(library_sides(large))
     if options.fla:
-        sides |= fla_sides(large | {"w": bounded_decays(jax.random.key(2), shape)})
+        sides |= fla_sides(large | {"w": bounded_decays(jax.random.key(2), large["w"].shape)})
     took = shared.turns.time_in_turns(sides, 5)
     for name in dict.fromkeys(side.rpartition(" ")[0] for side in sides):
-        yield [name, *(f"{took[f'{name} {which}'] * 1e3:.2f}" for which in ("forward", "both"))]
+        yield [name, *(f"{took[f'{name} {which}'] * 1e3:.2f}" for which in WHICH)]
     key, value = jax.random.normal(jax.random.key(1), (2, 4, 2048, 1024))
     zeros = jnp.zeros(1024)
     scan = {"rwkv4": functools.partial(jax.jit(rwkv4), zeros, zeros, key, value)}
@@ -154,7 +176,7 @@ def main() -> None:
         __doc__,
         {
             "--check": "a short row on any device, no times",
-            "--fla": "flash-linear-attention's chunk_rwkv7 next to it, in the same process",
+            "--fla": "flash-linear-attention's operations next to them, in the same process",
         },
     )
     shared.report.print_rows_as_measured(COLUMNS, rows(options))
