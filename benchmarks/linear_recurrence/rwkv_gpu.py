@@ -3,6 +3,8 @@
     python benchmarks/linear_recurrence/rwkv_gpu.py          # B4 S8192 H16, heads of 64
     python benchmarks/linear_recurrence/rwkv_gpu.py --check  # a short row on any device, no times
     python benchmarks/linear_recurrence/rwkv_gpu.py --fla    # flash-linear-attention's chunk_rwkv6 and 7 too
+    # one operation; processes may compile at the same time and measure in turn (EJKERNEL_BENCH_LOCK names a file)
+    python benchmarks/linear_recurrence/rwkv_gpu.py --only rwkv7_mul
 
 Log decays are of three strengths: -exp(uniform(-6, 0)) per channel, about the range of a trained RWKV-6; those of a
 fresh RWKV-7 layer, -exp(-0.5) sigmoid(normal), which are bounded; and harsh ones, -exp(2 normal), of which 2% are -inf.
@@ -134,9 +136,17 @@ def fla_sides(arrays: dict[str, jax.Array]) -> dict[str, shared.turns.TimedCall]
     return {f"{name} {which}": call for name, both in calls.items() for which, call in zip(WHICH, both, strict=True)}
 
 
-def library_sides(large: dict[str, jax.Array]) -> Iterator[tuple[str, shared.turns.TimedCall]]:
+def chosen_operations(options: Namespace) -> list[Callable[..., Any]]:
+    """Returns the operations to measure."""
+    return [operation for operation in FIELDS if options.only in ("", operation.__name__)]
+
+
+def library_sides(
+    operations: list[Callable[..., Any]], large: dict[str, jax.Array]
+) -> Iterator[tuple[str, shared.turns.TimedCall]]:
     """Yields both passes of each operation with decays of each strength."""
-    for operation, fields in FIELDS.items():
+    for operation in operations:
+        fields = FIELDS[operation]
         forward, both = jax.jit(operation), jax.jit(functools.partial(graded, operation))
         for strength, decays in DECAYS.items():
             arrays = large | {"w": decays(jax.random.key(2), large["w"].shape)}
@@ -149,7 +159,7 @@ def library_sides(large: dict[str, jax.Array]) -> Iterator[tuple[str, shared.tur
 
 def rows(options: Namespace) -> Iterator[list[str]]:
     """Yields a line per operation."""
-    for operation in FIELDS:
+    for operation in chosen_operations(options):
         off = difference(operation)
         if not off < TOLERANCE:
             raise AssertionError(f"{operation.__name__}: a relative difference of {off:.2g}")
@@ -158,16 +168,22 @@ def rows(options: Namespace) -> Iterator[list[str]]:
     if options.check:
         return
     large = inputs(4, 8192, 16)
-    sides = dict(library_sides(large))
+    sides = dict(library_sides(chosen_operations(options), large))
     if options.fla:
         sides |= fla_sides(large | {"w": bounded_decays(jax.random.key(2), large["w"].shape)})
     took = shared.turns.time_in_turns(sides, 5)
     for name in dict.fromkeys(side.rpartition(" ")[0] for side in sides):
         yield [name, *(f"{took[f'{name} {which}'] * 1e3:.2f}" for which in WHICH)]
+    if options.only in ("", "rwkv4"):
+        yield rwkv4_row()
+
+
+def rwkv4_row() -> list[str]:
+    """Returns the line of RWKV-4, forward."""
     key, value = jax.random.normal(jax.random.key(1), (2, 4, 2048, 1024))
     zeros = jnp.zeros(1024)
     scan = {"rwkv4": functools.partial(jax.jit(rwkv4), zeros, zeros, key, value)}
-    yield ["rwkv4, B4 S2048 C1024", f"{shared.turns.time_in_turns(scan, 5)['rwkv4'] * 1e3:.2f}", ""]
+    return ["rwkv4, B4 S2048 C1024", f"{shared.turns.time_in_turns(scan, 5)['rwkv4'] * 1e3:.2f}", ""]
 
 
 def main() -> None:
@@ -178,6 +194,7 @@ def main() -> None:
             "--check": "a short row on any device, no times",
             "--fla": "flash-linear-attention's operations next to them, in the same process",
         },
+        {"--only": ("", "one operation")},
     )
     shared.report.print_rows_as_measured(COLUMNS, rows(options))
 
