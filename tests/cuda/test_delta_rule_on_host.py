@@ -3,6 +3,7 @@
 import ctypes
 import dataclasses
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from ejkernel.families.linear_recurrence import (
     reference,
 )
 from ejkernel.ops.device import DeviceInfo, target_device
+from ejkernel.ops.model import load_object
 from ejkernel.types.pullback import Pullback, run_both_passes
 from ejkernel_cuda import channel_gates, delta_rule
 from ejkernel_cuda.channel_gates.backward import backward as channel_backward
@@ -24,7 +26,14 @@ from ejkernel_cuda.channel_gates.forward import forward as channel_forward
 from ejkernel_cuda.delta_rule.backward import backward as head_backward
 from ejkernel_cuda.delta_rule.backward import num_head_slices, shares_queries_and_keys
 from ejkernel_cuda.delta_rule.forward import forward as head_forward
-from ejkernel_cuda.delta_rule.plan import chunk_table, num_chunks, num_segments, starting_states
+from ejkernel_cuda.delta_rule.plan import (
+    chunk_table,
+    chunks_before_an_empty_segment,
+    num_chunks,
+    num_segments,
+    num_segments_without_scan,
+    starting_states,
+)
 
 H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
 B200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA B200", compute_capability=10.0)
@@ -47,7 +56,15 @@ def host(compile_on_host):
     """The kernels' sources, compiled for the host with what stands in for CUDA."""
     library = compile_on_host("delta_rule", REPLACED)
     names = ("delta_rule", "delta_rule_reverse", "delta_rule_token_gradients", "delta_rule_group_gradients")
-    for name in (*names, "channel_prepare", "channel_scan", "channel_scan_reverse", "channel_token_gradients"):
+    for name in (
+        *names,
+        "row_states",
+        "row_states_reverse",
+        "channel_prepare",
+        "channel_scan",
+        "channel_scan_reverse",
+        "channel_token_gradients",
+    ):
         function = getattr(library, name)
         function.restype = ctypes.c_char_p
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_float]
@@ -290,6 +307,57 @@ def test_gradients_match_the_reference(host, gates, tokens, options):
     gradients = run_gradients(host, record, *cotangents, slices, segments)
     errors = {name: error(gradients[name], want[name]) for name in names}
     assert max(errors.values()) < 1.5e-2, errors
+
+
+@pytest.mark.needs("g++")
+@pytest.mark.parametrize(
+    ("reverse", "gates", "segments"), [(False, "strong", 1), (False, "none", 2), (True, "mild", 2)]
+)
+def test_row_states_match_the_reference_without_a_scan(host, reverse, gates, segments):
+    record = make(gates, 130, batch=2, heads=2, query_heads=1, key_heads=1, delta=False, dt=True)
+    table = chunks_before_an_empty_segment(130, segments, reverse=reverse)
+    host.set_table(table.ctypes.data_as(ctypes.c_void_p), table.shape[0] - 1, 1)
+    cotangent = jax.random.normal(jax.random.key(1), record.value.shape).astype(jnp.bfloat16)
+    value, factors = (cotangent, None) if reverse else (record.value, record.dt)
+    states = float32(2, segments, 2, 128, 64)
+    function, arrays = host.row_states_reverse if reverse else host.row_states, (record.query, record.key, value)
+    call(function, record, *arrays, record.decay, factors, None, states, segments=segments + 1)
+
+    def results(begin):
+        return reference(dataclasses.replace(record, initial_state=begin))[0]
+
+    (output, want), pull = jax.vjp(results, jnp.zeros((2, 2, 128, 64)))
+    if reverse:
+        [want] = pull((cotangent.astype(output.dtype), jnp.zeros_like(want)))
+    assert error(states[:, -1], want) < 8e-3
+
+
+@pytest.mark.parametrize(
+    ("implementation", "channels", "delta"), [(DELTA, 1, True), (PLAIN, 1, False), (CHANNELS, 128, True)]
+)
+def test_states_of_rows_are_those_of_any_number_of_columns(monkeypatch, implementation, channels, delta):
+    """With the delta rule forward passes give the states after rows, reverse scans the gradients of those before."""
+    for module in (head_forward, head_backward, channel_forward, channel_backward):
+        monkeypatch.setitem(inspect.unwrap(module).__globals__, "register_handler", lambda name: name)
+    record = dataclasses.replace(abstract(2, values=256, channels=channels), initial_state=None)
+    record = record if delta else dataclasses.replace(record, beta=None)
+    row_states = load_object(implementation.row_states)
+    gradient = jax.eval_shape(lambda record: row_states(record, record.value, None), record)
+    state = jax.eval_shape(lambda record: row_states(record, None, None), record)
+    assert (gradient.shape, gradient.dtype) == ((1, 2, 128, 256), jnp.float32)
+    assert state is None if delta else state.shape == gradient.shape
+
+
+@pytest.mark.parametrize(("tokens", "segments"), [(1, 1), (64 * 257, 1), (64 * 258, 2), (65536, 4)])
+def test_segments_without_a_scan_have_the_same_number_of_chunks(tokens, segments):
+    """A tile without tokens, in the place of a chunk, is never copied."""
+    assert num_segments_without_scan(tokens) == segments
+    for reverse in (False, True):
+        table = chunks_before_an_empty_segment(tokens, segments, reverse=reverse)
+        chunks = -(-tokens // 64)
+        scanned = table[-1 - chunks : -1] if reverse else table[:chunks]
+        assert (scanned[:, 1] > 0).all()
+        assert table[-1, 0] == table.shape[0] - 1 == chunks // segments * (segments + 1)
 
 
 def abstract(heads, *, batch=1, tokens=8192, keys=128, values=128, channels=1, dtype=jnp.bfloat16):

@@ -68,11 +68,11 @@ const char* run(const Sizes& n, Kernel kernel) {
   return device::complaint;
 }
 
-// Computes the states before segments, as the handlers do.
+// Computes the states before segments, as the handlers do, and returns them.
 template <bool Reverse>
-void run_segments(const Sizes& n, DeltaCall* call, const Maps& maps, bool has_delta) {
-  if (has_delta || n.segments == 1) return;
+const std::vector<float>& run_segments(const Sizes& n, DeltaCall* call, const Maps& maps, bool has_delta) {
   static std::vector<float> part_states, part_decays, states;
+  if (has_delta || n.segments == 1) return states;
   const int segments = n.batch * n.heads * (n.segments - 1), state_size = kKeyDim * n.values;
   part_states.assign(size_t(segments) * kSegmentParts * state_size, NAN);
   part_decays.assign(segments * (kSegmentParts + 1), NAN), states.assign(size_t(segments) * state_size, NAN);
@@ -88,6 +88,17 @@ void run_segments(const Sizes& n, DeltaCall* call, const Maps& maps, bool has_de
     device::run_cluster(block, 1, 0, [&] { fold_segments_kernel(segment_call); }, kFoldThreads);
   }
   call->segment_states = states.data();
+  return states;
+}
+
+template <bool Reverse>
+const char* run_row_states(const Sizes& n, void** a, float scale) {
+  DeltaCall call = begin(n, a, scale);
+  Maps maps;
+  describe_inputs(&maps, n, a);
+  const std::vector<float>& states = run_segments<Reverse>(n, &call, maps, false);
+  std::copy(states.begin(), states.end(), static_cast<float*>(a[6]));
+  return device::complaint;
 }
 
 }  // namespace
@@ -133,6 +144,17 @@ extern "C" const char* delta_rule_reverse(void** a, const int* sizes, float scal
   return with_constant(has_delta, [&](auto delta) {
     return run<ReverseLayout<delta>>(n, [&] { delta_reverse_kernel<delta>(call, maps); });
   });
+}
+
+// The states after all segments but the last one, whose chunks in the table have no tokens.
+extern "C" const char* row_states(void** a, const int* sizes, float scale) {
+  using namespace ejkernel::delta_rule;
+  return run_row_states<false>(*reinterpret_cast<const Sizes*>(sizes), a, scale);
+}
+
+extern "C" const char* row_states_reverse(void** a, const int* sizes, float scale) {
+  using namespace ejkernel::delta_rule;
+  return run_row_states<true>(*reinterpret_cast<const Sizes*>(sizes), a, scale);
 }
 
 extern "C" const char* channel_prepare(void** a, const int* sizes, float) {

@@ -3,6 +3,7 @@
 #include "delta_rule/chunked.cuh"
 #include "delta_rule/handler.cuh"
 #include "delta_rule/reverse.cuh"
+#include "delta_rule/row_states.cuh"
 #include "delta_rule/segment_states.cuh"
 
 namespace ejkernel::delta_rule {
@@ -186,6 +187,8 @@ ffi::Error delta_rule_reverse(cudaStream_t stream, Bf16 query, Bf16 key, Bf16 co
 
 EJKERNEL_FFI_HANDLER(ejkernel_delta_rule, delta_rule, "scale", "segments");
 EJKERNEL_FFI_HANDLER(ejkernel_delta_rule_reverse, delta_rule_reverse, "scale", "segments");
+EJKERNEL_HANDLER_OUTSIDE_GRAPHS(ejkernel_row_states, row_states<false>, "scale");
+EJKERNEL_HANDLER_OUTSIDE_GRAPHS(ejkernel_row_states_reverse, row_states<true>, "scale");
 EJKERNEL_HANDLER_OUTSIDE_GRAPHS(ejkernel_delta_rule_in_segments, delta_rule, "scale", "segments");
 EJKERNEL_HANDLER_OUTSIDE_GRAPHS(ejkernel_delta_rule_reverse_in_segments, delta_rule_reverse, "scale", "segments");
 

@@ -63,6 +63,7 @@ IMPLEMENTATIONS = (
         platform="cuda",
         forward="ejkernel_cuda.channel_gates.forward:forward",
         backward="ejkernel_cuda.channel_gates.backward:backward",
+        row_states="ejkernel_cuda.channel_gates.backward:row_states",
         gradients=DIFFERENTIABLE_FIELDS,
         paired=True,
         requires=cuda_requires(

@@ -71,6 +71,24 @@ def state_gradients(
     return dwrites, dstates, dinitial
 
 
+def row_states(
+    record: LinearRecurrence, output_cotangent: jax.Array | None, final_states_cotangent: jax.Array | None
+) -> jax.Array | None:
+    """Returns the gradients of the states before rows by the reverse scan alone, of any multiple of 64 value channels;
+    None for the states after them, which the forward pass gives.
+
+    Args:
+        record: The canonical arguments of rows that are not packed.
+        output_cotangent: [B, T, H, V], of which the gradients are taken; None for the states.
+        final_states_cotangent: [B, H, K, V], cotangent of the states after the rows; None for zeros.
+    """
+    if output_cotangent is None:
+        return None
+    if final_states_cotangent is None:
+        final_states_cotangent = jnp.zeros(final_states_shape(record), jnp.float32)
+    return state_gradients(record, output_cotangent.astype(record.query.dtype), final_states_cotangent)[2]
+
+
 def token_gradients(
     record: LinearRecurrence,
     residuals: ScanResiduals,

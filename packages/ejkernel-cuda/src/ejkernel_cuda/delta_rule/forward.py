@@ -1,5 +1,5 @@
-"""The FFI call of the forward pass with a gate per head or none, with the delta rule or without
-(csrc/delta_rule/chunked.cu).
+"""The FFI calls of the forward pass with a gate per head or none, with the delta rule or without, and of the states
+that rows add to zeros, without outputs (csrc/delta_rule/chunked.cu).
 """
 
 from typing import Any, NamedTuple
@@ -12,9 +12,12 @@ from ejkernel.families.linear_recurrence import LinearRecurrence, final_states_s
 from ejkernel.families.linear_recurrence.plain_states import forward_with_plain_states
 from ejkernel.types.pullback import is_differentiated
 from ejkernel_cuda.delta_rule.plan import (
+    SEGMENT_PARTS,
     chunk_table,
+    chunks_before_an_empty_segment,
     num_chunks,
     num_segments,
+    num_segments_without_scan,
     scan_handler,
     segment_results,
     starting_states,
@@ -86,6 +89,42 @@ def run_forward(record: LinearRecurrence, *, stores: bool) -> tuple[jax.Array, j
         segments=np.int32(segments),
     )
     return output, final_states, DeltaResiduals(writes, chunk_states)
+
+
+def row_states(
+    record: LinearRecurrence, output_cotangent: jax.Array | None, final_states_cotangent: jax.Array | None
+) -> jax.Array | None:
+    """Returns the states that the tokens of rows add to zeros, or the gradients of the states before them.
+
+    Args:
+        record: The canonical arguments of rows that are not packed, without the delta rule.
+        output_cotangent: [B, T, H, V], of which the gradients are taken; None for the states.
+        final_states_cotangent: None for zeros.
+
+    Returns:
+        [B, H, K, V] in float32, or None with states before or a cotangent after the rows.
+    """
+    if record.initial_state is not None or final_states_cotangent is not None:
+        return None
+    (rows, tokens, _, keys), heads, reverse = record.query.shape, num_state_heads(record), output_cotangent is not None
+    read, value = (record.key, record.value) if output_cotangent is None else (record.query, output_cotangent)
+    segments, state = num_segments_without_scan(tokens), (keys, value.shape[3])
+    call = jax.ffi.ffi_call(
+        register_handler("ejkernel_row_states_reverse" if reverse else "ejkernel_row_states"),
+        tuple(
+            jax.ShapeDtypeStruct(shape, jnp.float32)
+            for shape in (
+                (rows, heads, segments, SEGMENT_PARTS, *state),
+                (rows, heads, segments, SEGMENT_PARTS + 1),
+                (rows, segments, heads, *state),
+            )
+        ),
+        vmap_method="sequential",
+    )
+    gates, factors = gates_and_beta(record)[0], factors_and_skip(record)[0]
+    table = jnp.asarray(chunks_before_an_empty_segment(tokens, segments, reverse=reverse))
+    dtype, scale = record.query.dtype, np.float32(record.softmax_scale)
+    return call(read, value.astype(dtype), gates, factors, table, scale=scale)[2][:, -1]
 
 
 def gates_and_beta(record: LinearRecurrence) -> tuple[jax.Array, jax.Array]:

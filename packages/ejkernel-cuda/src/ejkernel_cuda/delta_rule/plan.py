@@ -4,6 +4,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import LinearRecurrence, has_decay_per_channel, num_state_heads
@@ -22,6 +23,10 @@ MIN_SEGMENT_CHUNKS = 8
 
 SEGMENT_PARTS = 8
 """The parts of a segment whose states from zeros are computed at the same time without the delta rule."""
+
+
+MAX_SEGMENT_CHUNKS_WITHOUT_SCAN = 256
+"""The most chunks of a segment where no scan follows, if they divide: each of its parts then has 32."""
 
 
 def num_scan_blocks(record: LinearRecurrence) -> int:
@@ -112,3 +117,25 @@ def segment_results(record: LinearRecurrence, segments: int) -> tuple[jax.ShapeD
         (rows, starts, heads, *state),
     )
     return tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+
+
+def num_segments_without_scan(tokens: int) -> int:
+    """Returns the number of segments of a row that no scan follows. All have as many chunks."""
+    chunks = cdiv(tokens, CHUNK)
+    most = cdiv(chunks, MAX_SEGMENT_CHUNKS_WITHOUT_SCAN)
+    return max(segments for segments in range(1, most + 1) if chunks % segments == 0)
+
+
+def chunks_before_an_empty_segment(tokens: int, segments: int, *, reverse: bool) -> np.ndarray:
+    """Returns the chunks of a row, [chunks + 1, 4] in int32, as `plan.chunk_table` does: those of so many segments, and
+    chunks without tokens for one that follows them in the order of the scan.
+    """
+    chunks = cdiv(tokens, CHUNK)
+    entries = cdiv(chunks, segments) * (segments + 1)
+    table = np.zeros((entries + 1, 4), np.int32)
+    first = entries - chunks if reverse else 0
+    starts = np.arange(chunks, dtype=np.int32) * CHUNK
+    table[first : first + chunks, 0] = starts
+    table[first : first + chunks, 1] = table[first : first + chunks, 2] = np.minimum(tokens - starts, CHUNK)
+    table[entries, 0] = entries
+    return table
