@@ -97,17 +97,30 @@ def test_blocks_take_eight_query_heads_each(changes, expected):
     assert config.candidates(record, H200, "forward")[0] == grid
 
 
-def test_the_call_has_one_launch_besides_the_rotations(monkeypatch):
+@pytest.mark.parametrize("signs", [0, 128])
+def test_the_call_is_one_launch_that_rotates(monkeypatch, signs):
     monkeypatch.setattr(call, "register_handler", lambda symbol: symbol)
     operation = registry().ops["ragged_page_attention_v2_turboquant"]
 
     def step(**args):
-        record = operation.lower(operation.arguments(**args))
+        args = operation.arguments(**args)
+        record = operation.lower(args)
         assert list(IMPLEMENTATIONS[0].requires.extra(record)) == []
-        return call.forward(record, PagedDecodeGrid(num_thread_blocks=16, num_work_queues=2))[0]
+        return operation.finish(args, call.forward(record, PagedDecodeGrid(num_thread_blocks=16, num_work_queues=2))[0])
 
     with target_device(H200):
-        text = jax.jit(step).trace(**arguments(signs=128)).lower(lowering_platforms=("cuda",)).as_text()
+        text = jax.jit(step).trace(**arguments(signs=signs)).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@ejkernel_paged_codes(") == 1
     assert "key_bits = 4 : i32" in text
-    assert "tensor<4x8x256xbf16>" in text
+    # Queries as they are, and the matrix that rotates them; with signs, the projection of this matrix alone is XLA's.
+    assert f"tensor<{128 + signs}x128xf32>" in text
+    assert text.count("stablehlo.dot_general") == (1 if signs else 0)
+
+
+def test_queries_in_the_coordinates_of_the_cache_are_refused():
+    operation = registry().ops["ragged_page_attention_v2_turboquant"]
+    with target_device(H200):
+        record = jax.eval_shape(lambda **args: operation.lower(operation.arguments(**args)), **arguments())
+        record = dataclasses.replace(record, rotation=None)
+        [reason] = IMPLEMENTATIONS[0].requires.extra(record)
+    assert reason == "rotation_matrix: got None, the kernel rotates queries and outputs itself"

@@ -4,7 +4,7 @@
 //   products             keys 0          | keys 1, values 0 | ...
 //
 // Keys are a tile ahead of values, so that products of keys and of values, which do not depend on each other, overlap.
-// 12 warps share the look-up tables, and a block fills a multiprocessor: with 16, registers would spill.
+// 12 warps share the look-up tables, and a block fills a multiprocessor. 16 warps are not faster.
 #pragma once
 
 #include "common/code_tile.cuh"
@@ -20,6 +20,7 @@ struct CodeParams {
   const uint16_t* value_norms;  // [pages, page_size, heads] bfloat16
   const float *key_codebook, *value_codebook;
   int key_levels, value_levels;
+  int columns_per_round, slots_per_round;  // by which a lane's key advances in a round of `kKeysPerRound`
 };
 
 // One warp's copies of a segment's tiles of codes and norms.
@@ -28,20 +29,17 @@ struct TileLoader<HeadDim, Codes<KeyBits, ValueBits, Signs>> {
   using S = TileShape<HeadDim, Codes<KeyBits, ValueBits, Signs>>;
   const DecodeParams& call;
   const CodeParams& codes;
-  const unsigned char *keys, *values, *signs;
   uint32_t smem_ring, table;
   int key, end_key, kv_head, tiles, page, column, slot;  // `key`, `column` and `slot` are of this lane's next key
-  int columns_per_round, slots_per_round;
   const int* entries;  // of the sequence's pages
-  uint32_t valid_keys, value_offset;  // of the newest tile of keys: one bit per key, and where this lane's value is
+  uint32_t valid_keys, token;  // of the newest tile of keys: one bit per key, and where this lane's key is in the cache
   int stage;                              // of that tile: 0 or 1
   uint32_t key_norm = 0, value_norm = 0;  // of this lane's key of the newest tile
 
   template <typename Params>
   __device__ __forceinline__ TileLoader(const Params& call, const void* shared)
       : call(call), codes(call), smem_ring(shared_address(shared) + threadIdx.x / 32 * S::kWarpSmemBytes),
-        table(shared_address(shared) + S::kTable), columns_per_round(S::kKeysPerRound / call.page_size),
-        slots_per_round(S::kKeysPerRound % call.page_size) {}
+        table(shared_address(shared) + S::kTable) {}
 
   __device__ __forceinline__ void start_segment(const KeySegment& segment) {
     const int first_key = segment.first_key + threadIdx.x / 32 * S::kTileKeys;
@@ -53,9 +51,6 @@ struct TileLoader<HeadDim, Codes<KeyBits, ValueBits, Signs>> {
     slot = key - column * call.page_size;
     entries = call.tables + size_t(max(segment.sequence, 0)) * call.columns;
     stage = 1;
-    keys = call.keys + size_t(kv_head) * call.key_strides.head * 16;
-    values = call.values + size_t(kv_head) * call.value_strides.head * 16;
-    if (Signs > 0) signs = codes.signs + size_t(kv_head) * codes.sign_strides.head * 16;
     look_up_page();
   }
 
@@ -72,30 +67,26 @@ struct TileLoader<HeadDim, Codes<KeyBits, ValueBits, Signs>> {
 
   __device__ __forceinline__ void look_up_page() { page = key < end_key ? entries[column] : -1; }
 
-  // Copies the rows of a tile. This lane's key has an offset, in pieces of 16 bytes, and a bit of `valid_mask`.
+  // Copies the rows of a tile. A token's place times `strides.slot` is that of its row, in pieces of 16 bytes.
   template <int RowBytes>
-  static __device__ __forceinline__ void copy_rows(
-      uint32_t to, const unsigned char* from, uint32_t key_offset, uint32_t valid_mask) {
+  __device__ __forceinline__ void copy_rows(uint32_t to, const unsigned char* from, const Strides& strides) const {
     constexpr int kChunks = RowBytes / 16;
+    // A copy of 0 bytes reads nothing, but needs a valid address.
+    const uint32_t own = token * strides.slot + kv_head * strides.head;
 #pragma unroll
     for (int pass = 0; pass < kChunks; ++pass) {
       // Rows of a power of two of chunks have the same offset in each pass, and differ by constants.
       const int lane = threadIdx.x % 32, index = kChunks == 3 ? pass * 32 + lane : lane;
       const int first = kChunks == 3 ? 0 : pass * (32 / kChunks), row = index / kChunks, chunk = index % kChunks;
-      const uint32_t offset = __shfl_sync(~0u, key_offset, row + first);
+      const uint32_t offset = __shfl_sync(~0u, own, row + first);
       copy_async(to + code_offset<RowBytes>(code_row(row), chunk * 16) + first * RowBytes,
-          from + size_t(offset + chunk) * 16, valid_mask >> row >> first & 1 ? 16 : 0);
+          from + size_t(offset + chunk) * 16, valid_keys >> row >> first & 1 ? 16 : 0);
     }
-  }
-
-  // Where this lane's key is, in pieces of 16 bytes. A copy of 0 bytes reads nothing, but needs a valid address.
-  __device__ __forceinline__ uint32_t offset(const Strides& strides) const {
-    return page >= 0 && page < call.pages ? page * strides.page + slot * strides.slot : 0;
   }
 
   // Starts copying the values of the newest tile of keys.
   __device__ __forceinline__ void load_values() const {
-    copy_rows<S::kValueBytes>(value_tile(), values, value_offset, valid_keys);
+    copy_rows<S::kValueBytes>(value_tile(), call.values, call.value_strides);
   }
 
   // Starts copying a tile's keys and loading its norms, which `store_norms` stores.
@@ -105,22 +96,20 @@ struct TileLoader<HeadDim, Codes<KeyBits, ValueBits, Signs>> {
     if (tile >= tiles) return;
     const bool is_valid = page >= 0 && page < call.pages;
     valid_keys = __ballot_sync(~0u, is_valid);
-    value_offset = offset(call.value_strides);
-    copy_rows<S::kKeyBytes>(key_tile(), keys, offset(call.key_strides), valid_keys);
-    if constexpr (Signs > 0) {
-      copy_rows<S::kSignBytes>(key_tile() + S::kSigns, signs, offset(codes.sign_strides), valid_keys);
-    }
+    token = is_valid ? page * call.page_size + slot : 0;
+    copy_rows<S::kKeyBytes>(key_tile(), call.keys, call.key_strides);
+    if constexpr (Signs > 0) copy_rows<S::kSignBytes>(key_tile() + S::kSigns, codes.signs, codes.sign_strides);
     // The norms of missing keys may be NaN.
     key_norm = value_norm = 0;
     if (is_valid) {
-      const size_t at = (size_t(page) * call.page_size + slot) * call.kv_heads + kv_head;
+      const size_t at = size_t(token) * call.kv_heads + kv_head;
       asm volatile("ld.global.b32 %0, [%1];" : "=r"(key_norm) : "l"(codes.key_norms + at));
       asm volatile("{\n.reg .b16 half;\nld.global.b16 half, [%1];\ncvt.u32.u16 %0, half;\n}"
                    : "=r"(value_norm) : "l"(codes.value_norms + at));
     }
     key += S::kKeysPerRound;
-    column += columns_per_round;
-    slot += slots_per_round;
+    column += codes.columns_per_round;
+    slot += codes.slots_per_round;
     if (slot >= call.page_size) {
       slot -= call.page_size;
       ++column;
@@ -130,8 +119,7 @@ struct TileLoader<HeadDim, Codes<KeyBits, ValueBits, Signs>> {
 
   __device__ __forceinline__ void store_norms() const {
     const uint32_t to = key_tile() + threadIdx.x % 32 * 4;
-    store_word(to + S::kKeyNorms, key_norm << 16);
-    store_word(to + S::kValueNorms, value_norm << 16);
+    store_word(to + S::kNorms, __byte_perm(key_norm, value_norm, 0x5410));
     if constexpr (Signs > 0) store_word(to + S::kResidualNorms, key_norm & 0xffff0000);
   }
 };
@@ -143,25 +131,16 @@ struct CacheFormat<HeadDim, Codes<KeyBits, ValueBits, Signs>> {
   using Query = CodeQuery<HeadDim, Signs>;
   using Softmax = CodeSoftmax<HeadDim>;
 
-  // Lane (g, t) has, of head g, columns t HeadDim / 4 + 4 step + 2 part + (0, 1), and of projections the pairs 16 apart
-  // that share a word of signs.
-  static __device__ __forceinline__ void load(Query& query, const DecodeParams& call, const KeySegment& segment) {
-    const int lane = threadIdx.x % 32, head = lane / 4, t = lane % 4;
-    const uint16_t* row = static_cast<const uint16_t*>(call.query) +
-                          (size_t(segment.row) * call.heads + segment.first_head + head) * call.size;
-    const bool is_valid = head < segment.num_heads;
+  // Loads the query of the share's next segment from its slot, where a rotation has stored it.
+  static __device__ __forceinline__ void load(
+      Query& query, const DecodeParams&, const KeySegment&, const void* shared) {
+    const uint32_t slot = shared_address(shared) + S::kQueries + query.segment++ % S::kQuerySlots * S::kQueryBytes +
+                          threadIdx.x % 32 * 8;
 #pragma unroll
-    for (int step = 0; step < HeadDim / 16; ++step) {
+    for (int step = 0; step < HeadDim / 16; ++step) load_words(query.columns[step], slot + step * 256);
 #pragma unroll
-      for (int part = 0; part < 2; ++part) {
-        const int column = t * (HeadDim / 4) + step * 4 + part * 2;
-        query.columns[step][part] = is_valid ? *reinterpret_cast<const uint32_t*>(row + column) : 0;
-      }
-    }
-#pragma unroll
-    for (int pair = 0; pair < Signs / 8; ++pair) {
-      const uint16_t* const at = row + HeadDim + t * (Signs / 4) + pair / 16 * 32 + pair % 16;
-      query.projections[pair / 2][pair % 2] = is_valid ? at[0] | uint32_t(at[16]) << 16 : 0;
+    for (int step = 0; step < Signs / 16; ++step) {
+      load_words(query.projections[step], slot + (HeadDim / 16 + step) * 256);
     }
   }
 
@@ -198,9 +177,11 @@ __device__ __forceinline__ void make_weights(
     const DecodeParams& call, uint32_t stage, uint32_t valid_keys) {
   const int g = threadIdx.x % 32 / 4;
   const float factor = kLog2e * call.scale;
+  uint32_t norms[4];  // of keys and of values, in bfloat16
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
-    const float norm = factor * load_float(stage + S::kKeyNorms + (n * 8 + g) * 4);
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(norms[n]) : "r"(stage + S::kNorms + (n * 8 + g) * 4) : "memory");
+    const float norm = factor * __uint_as_float(norms[n] << 16);
     const float residual = Signs > 0 ? factor * load_float(stage + S::kResidualNorms + (n * 8 + g) * 4) : 0.f;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -216,7 +197,7 @@ __device__ __forceinline__ void make_weights(
   weigh_codes(softmax, scores, valid_keys);
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
-    const float norm = load_float(stage + S::kValueNorms + (n * 8 + g) * 4);
+    const float norm = __uint_as_float(norms[n] & 0xffff0000);
     weights[n / 2][n % 2] = transpose_matrix(Half<__nv_bfloat16>::pack(
         scores[n / 2][n % 2 * 2] * norm, scores[n / 2][n % 2 * 2 + 1] * norm));
   }

@@ -36,18 +36,21 @@ struct TileShape<HeadDim, Codes<KeyBits, ValueBits, Signs>> {
   static constexpr int kTileKeys = 32;
   static constexpr int kKeyBytes = HeadDim * KeyBits / 8, kValueBytes = HeadDim * ValueBits / 8;
   static constexpr int kSignBytes = Signs / 8;
-  // Offsets within a stage of keys, which also has the norms of values.
+  // Offsets within a stage of keys, which also has the norms of values: a word for both.
   static constexpr int kSigns = kTileKeys * kKeyBytes;
-  static constexpr int kKeyNorms = kSigns + kTileKeys * kSignBytes;
-  static constexpr int kValueNorms = kKeyNorms + kTileKeys * 4;
-  static constexpr int kResidualNorms = kValueNorms + kTileKeys * 4;
+  static constexpr int kNorms = kSigns + kTileKeys * kSignBytes;
+  static constexpr int kResidualNorms = kNorms + kTileKeys * 4;
   static constexpr int kEnd = kResidualNorms + (Signs > 0 ? kTileKeys * 4 : 0);
   // A warp has two stages of keys, then two of values, where its accumulators are stored for the merge.
   static constexpr int kTileBytes = max_of(kEnd, kHeads * HeadDim * 2), kValueTileBytes = kTileKeys * kValueBytes;
   static constexpr int kWarpSmemBytes = 2 * (kTileBytes + max_of(kValueTileBytes, kHeads * HeadDim * 2));
   // 256 bytes for each pair of codes: 32 lanes' entries for keys, then for values.
   static constexpr int kTable = kWarps * kWarpSmemBytes, kTableRow = 256;
-  static constexpr int kSmemBytes = kTable + (kTableRow << 2 * max_of(KeyBits, ValueBits));
+  // The rotated queries of so many segments.
+  static constexpr int kQuerySlots = Signs > 0 ? 8 : 16;
+  static constexpr int kQueries = kTable + (kTableRow << 2 * max_of(KeyBits, ValueBits));
+  static constexpr int kQueryBytes = (HeadDim + Signs) * kHeads * 2;
+  static constexpr int kSmemBytes = kQueries + kQuerySlots * kQueryBytes;
   static constexpr int kKeysPerRound = kWarps * kTileKeys;
   static constexpr int kBlocksPerSm = 1;
   static constexpr bool kPrefetchesNextSegment = true;
@@ -142,7 +145,23 @@ template <int HeadDim, int Signs>
 struct CodeQuery {
   uint32_t columns[HeadDim / 16][2];
   uint32_t projections[Signs / 16 + 1][2];  // the products with the residuals' projection
+  int segment = 0;                          // segments of the share before the next one
 };
+
+// Where columns `column` and the next one of a head's query lie in a slot: lane (g, t) has, of head g, columns
+// t HeadDim / 4 + 4 step + (0, 1, 2, 3).
+template <int HeadDim>
+__device__ __forceinline__ uint32_t query_offset(int head, int column) {
+  constexpr int kPart = HeadDim / 4;
+  return column % kPart / 4 * 256 + (head * 4 + column / kPart) * 8 + column % 4 * 2;
+}
+
+// Where a projection lies in a slot. Lanes have those 16 apart, which share a word of signs, as pairs.
+template <int HeadDim, int Signs>
+__device__ __forceinline__ uint32_t projection_offset(int head, int projection) {
+  const int part = projection / (Signs / 4), within = projection % (Signs / 4), pair = within / 32 * 16 + within % 16;
+  return (HeadDim / 16 + pair / 2) * 256 + (head * 4 + part) * 8 + pair % 2 * 4 + within / 16 % 2 * 2;
+}
 
 // Multiplies a tile's keys with the queries, without norms; `signs` gets the products with signs. A lane's scores are of
 // keys g and g + 8 of each 16, and heads 2 t and 2 t + 1.
@@ -202,32 +221,40 @@ __device__ __forceinline__ void weigh_codes(
       if (!(lane_keys >> (n / 2 * 8) & 1)) scores[n / 4][n % 4] = -INFINITY;
     }
   }
-  float alpha[2];
-  bool max_increased = false;
+  // The maximum follows the scores only if one exceeds it by more than kMaxLead in base 2: weights then stay below
+  // 2^kMaxLead, and most tiles need no exchange between lanes.
+  float lane_max[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    float row_max = softmax.row_max[i];
+    lane_max[i] = fmaxf(fmaxf(scores[0][i], scores[0][2 + i]), fmaxf(scores[1][i], scores[1][2 + i]));
+  }
+  constexpr float kMaxLead = 8.f;
+  // -INFINITY is exceeded by any score.
+  if (__any_sync(~0u, lane_max[0] > softmax.row_max[0] + kMaxLead || lane_max[1] > softmax.row_max[1] + kMaxLead)) {
+    float alpha[2];
 #pragma unroll
-    for (int n = 0; n < 4; ++n) row_max = fmaxf(row_max, scores[n / 2][n % 2 * 2 + i]);
+    for (int i = 0; i < 2; ++i) {
+      float row_max = fmaxf(softmax.row_max[i], lane_max[i]);
 #pragma unroll
-    for (int step = 4; step < 32; step *= 2) row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, step));
-    const float shift = row_max == -INFINITY ? 0.f : row_max;
-    alpha[i] = exp2_fast(softmax.row_max[i] - shift);
-    max_increased |= row_max > softmax.row_max[i];
-    softmax.row_max[i] = row_max;
-    softmax.row_sum[i] *= alpha[i];
+      for (int step = 4; step < 32; step *= 2) row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, step));
+      alpha[i] = row_max == -INFINITY ? 1.f : exp2_fast(softmax.row_max[i] - row_max);
+      softmax.row_max[i] = row_max;
+      softmax.row_sum[i] *= alpha[i];
+    }
+#pragma unroll
+    for (int m = 0; m < HeadDim / 16; ++m) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) softmax.acc[m][n] *= alpha[n % 2];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float shift = softmax.row_max[i] == -INFINITY ? 0.f : softmax.row_max[i];
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       float& score = scores[n / 2][n % 2 * 2 + i];
       score = exp2_fast(score - shift);
       softmax.row_sum[i] += score;
-    }
-  }
-  if (__any_sync(~0u, max_increased)) {
-#pragma unroll
-    for (int m = 0; m < HeadDim / 16; ++m) {
-#pragma unroll
-      for (int n = 0; n < 4; ++n) softmax.acc[m][n] *= alpha[n % 2];
     }
   }
 }

@@ -247,7 +247,8 @@ template <int HeadDim, typename CacheT>
 struct CacheFormat {
   using Query = QueryFragments<HeadDim>;
   using Softmax = OnlineSoftmax<HeadDim>;
-  static __device__ __forceinline__ void load(Query& query, const DecodeParams& call, const KeySegment& segment) {
+  static __device__ __forceinline__ void load(
+      Query& query, const DecodeParams& call, const KeySegment& segment, const void*) {
     load_query<HeadDim, CacheT>(query.fragments, query.factors, call, segment);
   }
   static __device__ __forceinline__ void store(Softmax& softmax, int heads, unsigned char* shared) {

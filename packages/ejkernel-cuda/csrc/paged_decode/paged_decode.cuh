@@ -267,6 +267,18 @@ __device__ __forceinline__ void prefetch_tables(const PagedDecodeParams& call) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(call.tables + entry));
 }
 
+// The record of a call by the format of its cache, and what blocks do before they find their share, before they load a
+// segment's query, when its first copies are in flight, and after the last segment.
+template <typename CacheT>
+struct CallFormat {
+  using Params = PagedDecodeParams;
+  template <typename S>
+  static __device__ __forceinline__ void prepare(const Params&, unsigned char*) {}
+  template <typename Query>
+  static __device__ __forceinline__ void make_query(const Query&, const Params&, const WorkShare&, void*) {}
+  static __device__ __forceinline__ void finish_share(const Params&, const WorkShare&) {}
+};
+
 // Attends to the segments of a share, and starts the next segment's copies and queries before merging the current one.
 // Otherwise a block would read no memory during its merge and, with equal lengths, all blocks would merge at the same
 // time.
@@ -282,7 +294,8 @@ __device__ __forceinline__ void attend_prefetching(
   if (has_next) {
     loader.start_segment(segment);
     loader.prefetch_tiles();
-    Format::load(query, call, segment);
+    CallFormat<CacheT>::make_query(query, call, segments.share, shared);
+    Format::load(query, call, segment, shared);
   }
   while (has_next) {
     typename Format::Softmax softmax;
@@ -295,7 +308,8 @@ __device__ __forceinline__ void attend_prefetching(
     Format::store(softmax, finished.num_heads, shared);
     if (has_next) {
       loader.prefetch_tiles();
-      Format::load(query, call, segment);
+      CallFormat<CacheT>::make_query(query, call, segments.share, shared);
+      Format::load(query, call, segment, shared);
     }
     __syncthreads();
     merge_warps<HeadDim, CacheT>(call, finished, shared);
@@ -374,14 +388,6 @@ __device__ void combine(const PagedDecodeParams& call, const SharedItem& last_it
   }
 }
 
-// The record of a call by the format of its cache, and what blocks do before they find their share.
-template <typename CacheT>
-struct CallFormat {
-  using Params = PagedDecodeParams;
-  template <typename S>
-  static __device__ __forceinline__ void prepare(const Params&, unsigned char*) {}
-};
-
 template <int HeadDim, typename CacheT>
 __global__ void __launch_bounds__(TileShape<HeadDim, CacheT>::kWarps * 32, TileShape<HeadDim, CacheT>::kBlocksPerSm)
     paged_kernel(const __grid_constant__ typename CallFormat<CacheT>::Params call) {
@@ -408,6 +414,7 @@ __global__ void __launch_bounds__(TileShape<HeadDim, CacheT>::kWarps * 32, TileS
     }
   }
   if (last_item.num_partials > 0) combine<S::kWarps>(call, last_item);
+  CallFormat<CacheT>::finish_share(call, share);
 }
 
 // Launches the kernel, which waits for previous launches itself.

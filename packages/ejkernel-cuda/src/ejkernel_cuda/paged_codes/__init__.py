@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.families.paged_attention import pages as paged_cache
+from ejkernel.families.paged_attention.rotation import key_head_dim
 from ejkernel.ops import ConfigSpace, Implementation, current_device
 from ejkernel_cuda.paged_codes import config
 from ejkernel_cuda.paged_decode.config import PagedDecodeGrid
@@ -18,6 +19,7 @@ MAX_CACHE_BYTES = 2**36
 HANDLED_FIELDS = frozenset(
     {
         *("code_bits", "key_signs", "key_norms", "value_norms", "key_codebook", "value_codebook"),
+        *("rotation", "projection"),
         *("new_keys", "new_values", "new_key_signs", "new_key_norms", "new_value_norms"),
         *("num_seqs", "softmax_aux", "sliding_window", "logits_soft_cap"),
     }
@@ -37,7 +39,7 @@ def _refusal_reasons(record: Any) -> Iterable[str]:
     if record.query_start is not None and rows > sequences:
         yield f"queries: got {rows} rows of {sequences} sequences, the kernel serves at most one each"
     size = paged_cache.value_head_dim(record)
-    signs = record.query.shape[-1] - size
+    signs = key_head_dim(record) - size
     if (size, signs, *record.code_bits) not in FORMATS:
         formats = ", ".join(f"{k} and {v} with {q} signs for {d}" for d, q, k, v in FORMATS)
         keys, values = record.code_bits
@@ -45,6 +47,8 @@ def _refusal_reasons(record: Any) -> Iterable[str]:
             f"key_pages: keys of {size} codes of {keys} bits; wants a format that a kernel is compiled for instead of "
             f"{keys} and {values} with {signs} signs for {size}: {formats}"
         )
+    if record.rotation is None:
+        yield "rotation_matrix: got None, the kernel rotates queries and outputs itself"
     dtypes = {str(x.dtype) for x in (record.key_norms, record.value_norms)}
     if dtypes != {"bfloat16"}:
         yield f"key_cache: got norms of {' and '.join(sorted(dtypes))}, the kernel reads bfloat16"

@@ -7,7 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.modules.operations.cases import paged_turboquant
-from ejkernel.modules.operations.cases.paged_turboquant import FORMAT_FIELDS, NEW_TOKEN_FIELDS, TurboQuantSizes
+from ejkernel.modules.operations.cases.paged_turboquant import (
+    FORMAT_FIELDS,
+    NEW_TOKEN_FIELDS,
+    SIGN_FIELDS,
+    TurboQuantSizes,
+)
 from ejkernel.modules.operations.cases.tables import Row, make_cases_of_rows
 from ejkernel.modules.operations.ragged_page_attention_v2_turboquant import RaggedPageAttentionv2TurboQuantArguments
 from ejkernel.modules.operations.ragged_page_attention_v3_turboquant import RaggedPageAttentionv3TurboQuantArguments
@@ -42,7 +47,7 @@ def _terms(key: jax.Array) -> dict[str, Any]:
 
 def cases() -> dict[str, tuple[Case, ...]]:
     """Returns the conformance cases of each operation, by its name."""
-    unsigned = tuple(name for name in FORMAT_FIELDS if "signs" not in name)
+    unsigned = tuple(name for name in FORMAT_FIELDS if name not in SIGN_FIELDS)
     terms = (*unsigned, "softmax_aux", "sliding_window", "logits_soft_cap")
     read: tuple[Row[TurboQuantSizes], ...] = (
         ("decode, 4 bits", FOUR_BIT_SIZES, lambda key: {"return_lse": True}, (*unsigned, "num_seqs"), ()),

@@ -3,9 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
+from ejkernel.planning import turboquant
 from ejkernel_cuda.library import register_handler
 from ejkernel_cuda.paged_codes.config import HEADS_PER_BLOCK
 from ejkernel_cuda.paged_decode.config import PagedDecodeGrid, thread_blocks_and_queues
@@ -22,9 +24,13 @@ def forward(record: PagedAttention, config: PagedDecodeGrid) -> tuple[tuple[jax.
     assert record.value_norms is not None
     assert record.key_codebook is not None
     assert record.value_codebook is not None
+    assert record.rotation is not None
+    rotation = record.rotation.astype(jnp.float32)
+    # The kernel's own copy of the output, in the coordinates of the cache.
+    rotated_output = jax.ShapeDtypeStruct(record.query.shape, record.query.dtype)
     call = jax.ffi.ffi_call(
         register_handler("ejkernel_paged_codes"),
-        result_shapes(record, num_thread_blocks),
+        (*result_shapes(record, num_thread_blocks), rotated_output),
         vmap_method="sequential",
     )
     output, lse, *_ = call(
@@ -37,8 +43,19 @@ def forward(record: PagedAttention, config: PagedDecodeGrid) -> tuple[tuple[jax.
         record.value_norms,
         record.key_codebook.astype(jnp.float32),
         record.value_codebook.astype(jnp.float32),
+        _query_map(rotation, record.projection),
+        rotation,
         **scalar_attributes(record, num_queues),
         key_bits=np.int32(key_bits),
         value_bits=np.int32(value_bits),
     )
     return (output, lse, *pages), None
+
+
+def _query_map(rotation: jax.Array, projection: jax.Array | None) -> jax.Array:
+    """Returns the matrix [D + Q, D] whose product with a query is `turboquant.extended_queries`."""
+    if projection is None:
+        return rotation
+    factor = turboquant.residual_factor(projection.shape[0])
+    projected = factor * jnp.matmul(projection.astype(rotation.dtype), rotation, precision=lax.Precision.HIGHEST)
+    return jnp.concatenate((rotation, projected))

@@ -4,6 +4,7 @@ import dataclasses
 
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
+from ejkernel.families.paged_attention.rotation import key_head_dim
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 from ejkernel_xla.sizes import check_positive
@@ -93,7 +94,7 @@ def batch_invariant(record: PagedAttention, device: DeviceInfo, direction: Direc
     """
     if device.platform == "cpu":
         return PagedTiles(block_q=1, block_kv=BLOCK_KV, stack=1, batch_invariant=True)
-    key_elements = FIXED_BLOCK_KV * paged_cache.kv_heads(record) * record.query.shape[-1]
+    key_elements = FIXED_BLOCK_KV * paged_cache.kv_heads(record) * key_head_dim(record)
     stack = max(1, min(MAX_FIXED_STACK, MAX_GATHERED_ELEMENTS[device.platform] // key_elements))
     return PagedTiles(block_q=1, block_kv=FIXED_BLOCK_KV, stack=stack, batch_invariant=True)
 
@@ -109,7 +110,7 @@ def _default_tiles(record: PagedAttention, device: DeviceInfo, keys: int) -> Pag
     average = max(1, rows // sequences)
     queries = min(MAX_BLOCK_Q, 2 ** (average - 1).bit_length())
     keys = max(1, min(keys, paged_cache.max_sequence_len(record)))
-    key_elements = keys * paged_cache.kv_heads(record) * record.query.shape[-1]
+    key_elements = keys * paged_cache.kv_heads(record) * key_head_dim(record)
     score_elements = keys * record.query.shape[1] * queries
     stack = max(1, MAX_GATHERED_ELEMENTS[device.platform] // max(1, key_elements, score_elements))
     return PagedTiles(block_q=queries, block_kv=keys, stack=min(stack, sequences, 64))

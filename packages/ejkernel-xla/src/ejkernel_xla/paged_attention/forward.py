@@ -30,6 +30,7 @@ from ejkernel.families.paged_attention import (
     sequences_and_heads_in_call,
 )
 from ejkernel.families.paged_attention import pages as paged_cache
+from ejkernel.families.paged_attention.rotation import rotate_back, rotate_queries
 from ejkernel.families.paged_attention.work import WorkList, longest_first, make_work_list, take_batch
 from ejkernel.families.tiled_attention import apply_soft_cap
 from ejkernel.planning.precision import product_precision
@@ -56,11 +57,13 @@ def forward(record: PagedAttention, config: PagedTiles) -> tuple[tuple[jax.Array
     Returns:
         Output [T, H, Dv] in the query's dtype, lse [T, H] and the pages that were written, if any; no residuals.
     """
-    record, pages = paged_cache.write_new_tokens(record)
+    given = record
+    record, pages = paged_cache.write_new_tokens(rotate_queries(record, by_row=config.batch_invariant))
     state = _initial_output_and_lse(record)
     if state[0].size and record.kv_lens.size and record.key_pages.size:
         state = _attend_all_key_tiles(record, tiles(record, config), state)
-    return (*state, *pages), None
+    output, lse = state
+    return (rotate_back(given, output, by_row=config.batch_invariant), lse, *pages), None
 
 
 def _attend_all_key_tiles(

@@ -21,6 +21,7 @@ from ejkernel.families.paged_attention.record import (
     sequences_and_heads_in_call,
 )
 from ejkernel.families.paged_attention.reference import reference
+from ejkernel.families.paged_attention.rotation import key_head_dim
 from ejkernel.planning.requests import PADDING, UNUSED, claim_entries
 
 __all__ = [
@@ -92,7 +93,7 @@ def axes(record: PagedAttention) -> dict[str, Any]:
 
 
 def _axes_of_codes(record: PagedAttention) -> dict[str, str]:
-    """Returns axis letters of pages, new tokens and codebooks of a cache of codes."""
+    """Returns axis letters of pages, new tokens, codebooks and rotations of a cache of codes."""
     sizes = {
         "key_pages": " key_bytes",
         "key_signs": " sign_bytes",
@@ -101,8 +102,13 @@ def _axes_of_codes(record: PagedAttention) -> dict[str, str]:
         "value_norms": "",
     }
     new = {paged_cache.NEW_CODES_BY_PAGES[name]: f"t g{size}" for name, size in sizes.items()}
-    codebooks = {"key_codebook": "key_levels", "value_codebook": "value_levels"}
-    return {**{name: f"p s g{size}" for name, size in sizes.items()}, **new, **codebooks}
+    tables = {
+        "key_codebook": "key_levels",
+        "value_codebook": "value_levels",
+        "rotation": "rotated_columns columns",
+        "projection": "projections columns",
+    }
+    return {**{name: f"p s g{size}" for name, size in sizes.items()}, **new, **tables}
 
 
 def requests(record: PagedAttention) -> tuple[dict[str, Any], ...]:
@@ -138,7 +144,7 @@ FAMILY = Family(
     record=PagedAttention,
     differentiable=(),
     dtype=lambda record: record.query.dtype,
-    head_dims=lambda record: (record.query.shape[-1], paged_cache.value_head_dim(record)),
+    head_dims=lambda record: (key_head_dim(record), paged_cache.value_head_dim(record)),
     axes=axes,
     # A shard without the first sequence lacks the page table row of a prefix that all share.
     shardable=lambda record: "rhg" if record.query_start is None and record.shared_prefix is None else "hg",

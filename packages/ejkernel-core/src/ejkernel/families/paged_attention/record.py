@@ -51,13 +51,16 @@ class PagedAttention:
         value_scale: Factor on the output.
         latent: (R, start) of a cache of latent vectors, with `"psd"` alone; Dv is R.
         code_bits: Bits of a code of keys, and of values, in a cache of TurboQuant's codes
-            (`ejkernel.planning.turboquant`); None for a cache of numbers. The last Q of the D columns of a key are then
-            its signs'.
+            (`ejkernel.planning.turboquant`); None for a cache of numbers. A key then has Q more columns, of its signs.
         key_signs: uint8 [P, S, Hk, Q / 8], signs of the keys' residuals; None without codes, and for Q = 0.
         key_norms: [P, S, Hk, 2] floating, norms of the keys and of their residuals.
         value_norms: [P, S, Hk] floating.
         key_codebook: [levels] floating, what the codes of keys stand for.
         value_codebook: [levels] floating.
+        rotation: [D, D] floating, of a cache of codes: of queries before the products, and of the output back
+            (`rotation.rotate_queries`, `rotation.rotate_back`). None where both are in the cache's coordinates, and
+            queries have the D + Q columns of keys.
+        projection: [Q, D] floating, of rotated queries, for products with signs; None for Q = 0.
         new_key_signs: uint8 [T, Hk, Q / 8] of `new_keys`, which are codes too.
         new_key_norms: [T, Hk, 2].
         new_value_norms: [T, Hk].
@@ -101,6 +104,8 @@ class PagedAttention:
     new_key_signs: jax.Array | None = None
     new_key_norms: jax.Array | None = None
     new_value_norms: jax.Array | None = None
+    rotation: jax.Array | None = None
+    projection: jax.Array | None = None
 
     def __post_init__(self) -> None:
         _pad_empty_tables(self)

@@ -21,8 +21,8 @@ In a latent cache, `latent = (R, start)`, a token has one row that all query hea
 arXiv:2405.04434): the first R columns are its value, and they and the D - R columns from `start` on are its key.
 
 With `code_bits`, the cache holds TurboQuant's codes, signs and norms, of which `ejkernel.planning.turboquant` makes the
-keys and values: k_k is |x| codebook[code] and then |r| signs, and v_k is |x| codebook[code]. The query has the columns
-of such keys; operations rotate it, and the output back, once.
+keys and values: k_k is |x| codebook[code] and then |r| signs, and v_k is |x| codebook[code]. With `rotation`, the query
+is first multiplied with it, which gives the columns of such keys, and the output is rotated back.
 
 If there are new tokens, they are written into the pages first (`paged_cache.write_new_tokens`), and attended to.
 
@@ -46,6 +46,7 @@ from ejkernel.families.paged_attention.record import (
     round_to_compute_dtype,
     sequences_and_heads_in_call,
 )
+from ejkernel.families.paged_attention.rotation import rotate_back, rotate_queries
 from ejkernel.families.tiled_attention import apply_soft_cap
 
 
@@ -55,8 +56,8 @@ def reference(record: PagedAttention) -> tuple[tuple[jax.Array, ...], None]:
     Returns:
         Output [T, H, Dv], lse [T, H] and the pages that were written, if any; and no residuals.
     """
-    accumulate = jnp.promote_types(record.query.dtype, jnp.float32)
-    record, pages = paged_cache.write_new_tokens(record)
+    accumulate, given = jnp.promote_types(record.query.dtype, jnp.float32), record
+    record, pages = paged_cache.write_new_tokens(rotate_queries(record))
     sequence, position = paged_cache.token_sequences_and_positions(record)
     keys, values, present = _gather_pages(record, sequence, accumulate)
     scores = _scores(record, keys, sequence, position, accumulate)
@@ -72,7 +73,7 @@ def reference(record: PagedAttention) -> tuple[tuple[jax.Array, ...], None]:
     weights = weights / jnp.where(total > 0, total, 1)
     lse = jnp.where(total > 0, jnp.log(jnp.where(total > 0, total, 1)) + shift, -jnp.inf)[..., 0]
     output = jnp.einsum("thk,tkhv->thv", weights, values, precision=lax.Precision.HIGHEST) * record.value_scale
-    return (output.astype(record.query.dtype), lse, *pages), None
+    return (rotate_back(given, output.astype(record.query.dtype)), lse, *pages), None
 
 
 def _gather_pages(record: PagedAttention, sequence: jax.Array, dtype: Any) -> tuple[jax.Array, ...]:

@@ -189,7 +189,7 @@ def lower(args: RaggedPageAttentionv3TurboQuantArguments) -> PagedAttention:
 def finish(args: RaggedPageAttentionv3TurboQuantArguments, output: tuple[jax.Array, ...]) -> Any:
     """Returns what the public function returns: the output, and all pages."""
     pages = turboquant_caches.returned_pages(args, output[2:])
-    return with_lse(args, turboquant_caches.rotated_back(args, output[0]), output[1], *pages)
+    return with_lse(args, *output[:2], *pages)
 
 
 def configure(

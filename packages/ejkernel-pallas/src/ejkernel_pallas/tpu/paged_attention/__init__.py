@@ -14,6 +14,7 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.paged_attention import FAMILY, PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.mask_functions import with_windows_of_function
+from ejkernel.families.paged_attention.rotation import key_head_dim
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_pallas.tpu.mosaic.paged_functions import paged_function_refusal_reasons
 from ejkernel_pallas.tpu.mosaic.paged_layout import key_and_value_share_row, make_code_format, rows_per_token
@@ -49,6 +50,8 @@ SUPPORTED_OPTIONAL_FIELDS = frozenset(
         "new_key_norms",
         "new_key_signs",
         "new_value_norms",
+        "projection",
+        "rotation",
         "value_codebook",
         "value_norms",
     }
@@ -92,8 +95,8 @@ def refusal_reasons(record: PagedAttention) -> Generator[str]:
     """Yields the reasons to refuse a record."""
     pages = record.key_pages
     most = MAX_LATENT_DIM if record.latent is not None else MAX_HEAD_DIM
-    if max(record.query.shape[-1], paged_cache.value_head_dim(record)) > most:
-        sizes = f"{record.query.shape[-1]} and {paged_cache.value_head_dim(record)}"
+    if max(key_head_dim(record), paged_cache.value_head_dim(record)) > most:
+        sizes = f"{key_head_dim(record)} and {paged_cache.value_head_dim(record)}"
         yield f"query: got head sizes {sizes}, the kernel takes at most {most}"
     if record.code_bits is None and pages.dtype.name not in CACHE_DTYPES:
         yield f"key_pages: dtype {pages.dtype.name} is not among {', '.join(CACHE_DTYPES)}"

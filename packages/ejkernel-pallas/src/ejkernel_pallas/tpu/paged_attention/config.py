@@ -7,6 +7,7 @@ from typing import Any
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
+from ejkernel.families.paged_attention.rotation import key_head_dim
 from ejkernel.ops.device import current_device
 from ejkernel_pallas.tpu.generations import is_v7x
 from ejkernel_pallas.tpu.mosaic.paged_functions import BY_HEAD, BY_QUERY, paged_functions
@@ -102,12 +103,13 @@ def default_tile_tokens(record: PagedAttention) -> int:
     The average length of a mixed batch says nothing: one sequence may have nearly all of its tokens. The size of trees
     of draft tokens does: a tile of one tree needs no mask for the keys before the tree.
     """
-    tokens, heads, size = record.query.shape
+    tokens, heads, _ = record.query.shape
     if record.query_start is None or tokens <= record.kv_lens.shape[0]:
         return 1
     words = cdiv(record.query.dtype.itemsize, 2)
     most = min(
-        MAX_TILE_ROWS * paged_cache.kv_heads(record) // heads, MAX_TILE_ELEMENTS // (heads * max(LANES, size) * words)
+        MAX_TILE_ROWS * paged_cache.kv_heads(record) // heads,
+        MAX_TILE_ELEMENTS // (heads * max(LANES, key_head_dim(record)) * words),
     )
     by_row = (record.softmax_aux is not None) + (record.alibi_slopes is not None)
     functions = paged_functions(record)

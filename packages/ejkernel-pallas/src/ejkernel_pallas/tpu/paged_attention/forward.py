@@ -13,6 +13,7 @@ from ejkernel.arithmetic import LOG2E, cdiv
 from ejkernel.families.paged_attention import PagedAttention, causal_window_bounds
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.mask_functions import with_windows_of_function
+from ejkernel.families.paged_attention.rotation import rotate_back, rotate_queries
 from ejkernel.families.paged_attention.shared_prefix import SharedPrefix, positions_and_contexts_of_rows, split_prefix
 from ejkernel.planning.softmax_merge import PartialAttention, merge
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch, resident_operand
@@ -51,7 +52,7 @@ def forward(record: PagedAttention, config: TpuPaged) -> tuple[tuple[jax.Array, 
     Returns:
         Output [T, H, Dv] in the query's dtype, lse [T, H] and the updated pages, if any; no residuals.
     """
-    record = with_windows_of_function(record)
+    given, record = record, rotate_queries(with_windows_of_function(record))
     # Tokens share words in a latent cache. A copy cannot write half a word, so XLA writes them, in place.
     written: tuple[jax.Array, ...] = ()
     if record.latent is not None:
@@ -61,15 +62,15 @@ def forward(record: PagedAttention, config: TpuPaged) -> tuple[tuple[jax.Array, 
     sizes, values = tile_sizes_of(config), values_by_query(record)
     if record.shared_prefix is None:
         output, lse, *pages = _attend(record, make_spec(record, sizes), values)
-        return (output, lse, *pages, *written), None
+        return (rotate_back(given, output), lse, *pages, *written), None
     prefix, suffix = split_prefix(record, masks_empty_sequences=False)
     output, lse, *pages = _attend(suffix, make_spec(suffix, sizes, output_dtype=jnp.float32), values)
     # After the write, which is in place only if nothing reads the pages as they were.
     caches = dict(zip(("key_pages", "value_pages"), pages, strict=False))
     prefix = dataclasses.replace(prefix, record=dataclasses.replace(prefix.record, **caches))
     rows = positions_and_contexts_of_rows(record)
-    results = _merge_prefix(record, _attend_prefix(prefix, rows, values), (output, lse))
-    return (*results, *pages, *written), None
+    output, lse = _merge_prefix(record, _attend_prefix(prefix, rows, values), (output, lse))
+    return (rotate_back(given, output), lse, *pages, *written), None
 
 
 def _attend_prefix(prefix: SharedPrefix, rows: jax.Array, values: jax.Array | None) -> tuple[jax.Array, jax.Array]:

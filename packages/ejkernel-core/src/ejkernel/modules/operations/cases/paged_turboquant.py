@@ -16,8 +16,13 @@ from ejkernel.ops.model import Case
 from ejkernel.planning import turboquant
 from ejkernel.quantization.turboquant import generate_projection_matrix, generate_rotation_matrix, get_codebook
 
-FORMAT_FIELDS = ("code_bits", "key_signs", "key_norms", "value_norms", "key_codebook", "value_codebook")
+FORMAT_FIELDS = (
+    *("code_bits", "key_signs", "key_norms", "value_norms", "key_codebook", "value_codebook"),
+    *("rotation", "projection"),
+)
 NEW_TOKEN_FIELDS = ("new_keys", "new_values", "new_key_signs", "new_key_norms", "new_value_norms")
+SIGN_FIELDS = ("key_signs", "new_key_signs", "projection")
+"""Those that a cache without signs does not have."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,7 +135,7 @@ def v2_cases(record_type: type) -> tuple[Case, ...]:
 
 def v3_cases(record_type: type) -> tuple[Case, ...]:
     """Returns cases of `ragged_page_attention_v3_turboquant`."""
-    unsigned = tuple(name for name in (*FORMAT_FIELDS, *NEW_TOKEN_FIELDS) if "signs" not in name)
+    unsigned = tuple(name for name in (*FORMAT_FIELDS, *NEW_TOKEN_FIELDS) if name not in SIGN_FIELDS)
     rows: tuple[Row[TurboQuantSizes], ...] = (
         ("writes codes of 3 and 4 bits", MIXED_SIZES, lambda key: {}, (*FORMAT_FIELDS, *NEW_TOKEN_FIELDS), ()),
         ("writes codes of 2 and 3 bits without signs", UNSIGNED_SIZES, lambda key: {}, unsigned, ("awkward",)),

@@ -85,9 +85,8 @@ def code_bits(args: Any) -> tuple[int, int]:
 
 def cache_fields(args: Any) -> dict[str, Any]:
     """Returns the fields of a paged-attention record that a TurboQuant cache, its queries and its tables give."""
-    queries = turboquant.extended_queries(args.queries, args.rotation_matrix, args.qjl_projection)
     return {
-        "query": queries,
+        "query": args.queries,
         "key_pages": args.key_indices_pages,
         "value_pages": args.value_indices_pages,
         "key_signs": args.key_signs_pages if args.qjl_dim else None,
@@ -96,11 +95,13 @@ def cache_fields(args: Any) -> dict[str, Any]:
         "key_codebook": args.key_codebook,
         "value_codebook": args.value_codebook,
         "code_bits": code_bits(args),
+        "rotation": args.rotation_matrix,
+        "projection": args.qjl_projection if args.qjl_dim else None,
         "query_start": args.query_start_loc,
         "kv_lens": args.kv_lens,
         "kv_layout": paged_cache.LAYOUTS[0],
         "kv_heads": None,
-        **score_fields(args, queries, args.queries.shape[-1]),
+        **score_fields(args, args.queries, args.queries.shape[-1]),
     }
 
 
@@ -116,11 +117,6 @@ def new_token_fields(args: Any) -> dict[str, Any]:
         "new_values": values.codes,
         "new_value_norms": values.norms,
     }
-
-
-def rotated_back(args: Any, output: jax.Array) -> jax.Array:
-    """Returns the output of a call, which the family computes in rotated coordinates."""
-    return turboquant.rotate_back(output, args.rotation_matrix)
 
 
 def returned_pages(args: Any, written: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
