@@ -2,6 +2,7 @@
 
     python benchmarks/paged_attention/turboquant_decode_gpu.py          # a table
     python benchmarks/paged_attention/turboquant_decode_gpu.py --quick  # one shape and one format
+    python benchmarks/paged_attention/turboquant_decode_gpu.py --cells "page 16"  # shapes whose names have this text
     python benchmarks/paged_attention/turboquant_decode_gpu.py --check  # no times: a small batch, anywhere
 
 All sides decode one token of each sequence over the same normal keys and values, whose pages are spread over the cache
@@ -32,6 +33,7 @@ from shared.turns import time_in_turns
 
 COLUMNS = ("shape", "side", "ms", "rate", "tokens of bfloat16")
 FLAGS = {"--check": "no times: a small batch, anywhere", "--quick": "one shape and one format"}
+OPTIONS = {"--rounds": ("7", "samples of each side"), "--cells": ("", "text in the names of the shapes")}
 
 
 def in_chunks(function: Callable[..., tuple[jax.Array, ...]], *pages: jax.Array) -> tuple[jax.Array, ...]:
@@ -93,16 +95,14 @@ class Format:
 FORMATS = (Format(4, 4, 0), Format(4, 4, 128), Format(3, 4, 128), Format(3, 3, 0), Format(2, 2, 0))
 
 
-def cells(quick: bool) -> Iterator[Cell]:
-    """What is measured."""
-    yield Cell()
-    if quick:
-        return
-    yield Cell(context=2048)
-    yield Cell(page=16)
-    yield Cell(batch=256, context=2048)
-    yield Cell(batch=8)
-    yield Cell(batch=64, context=16384, ragged=True)
+CELLS = (
+    Cell(),
+    Cell(context=2048),
+    Cell(page=16),
+    Cell(batch=256, context=2048),
+    Cell(batch=8),
+    Cell(batch=64, context=16384, ragged=True),
+)
 
 
 def sides(cell: Cell, formatted: Format, arrays: tuple[jax.Array, ...]) -> Iterator[Any]:
@@ -173,12 +173,13 @@ def check() -> None:
 
 def main() -> None:
     """Prints the table."""
-    options = shared.report.parse_options(__doc__, FLAGS, {"--rounds": ("7", "samples of each side")})
+    options = shared.report.parse_options(__doc__, FLAGS, OPTIONS)
     if options.check:
         check()
         return
     quick = options.quick
-    lines = (line for cell in cells(quick) for line in timed(cell, int(options.rounds), quick))
+    cells = [cell for cell in CELLS[: 1 if quick else None] if options.cells in str(cell)]
+    lines = (line for cell in cells for line in timed(cell, int(options.rounds), quick))
     shared.report.print_rows_as_measured(COLUMNS, lines)
 
 
