@@ -38,6 +38,7 @@ from ejkernel.modules import (
     quantized_matmul,
     state_space_v1,
     token_sparse_attention,
+    unified_attention,
 )
 from ejkernel.ops import batch_invariant
 from ejkernel.quantization import prepack_quantized_weights
@@ -125,13 +126,23 @@ def packed(batch: int, tokens: int, segments: int, dtype: Any) -> Measured:
     )
 
 
-def paged(sequences: int, keys: int, dtype: Any) -> Measured:
+def paged(sequences: int, keys: int, dtype: Any, rows: int = 1) -> Measured:
+    """Decoding over pages, or chunks of `rows` query rows."""
     heads, kv_heads, size, slots = 8, 2, 128, 16
     pages = sequences * keys // slots
-    query = normal(0, sequences, heads, size, dtype=dtype)
+    query = normal(0, sequences * rows, heads, size, dtype=dtype)
     caches = tuple(normal(seed, pages, slots, kv_heads, size, dtype=dtype) for seed in (1, 2))
     tables = jax.random.permutation(jax.random.key(3), pages).astype(jnp.int32).reshape(sequences, -1)
     lengths = jnp.full(sequences, keys, jnp.int32)
+    if rows > 1:
+        starts = jnp.arange(sequences + 1, dtype=jnp.int32) * rows
+        return Measured(
+            f"{sequences} chunks of {rows} tokens, {keys} keys",
+            unified_attention,
+            (query, *caches, lengths, tables, starts),
+            (query[-rows:], *caches, lengths[-1:], tables[-1:], starts[:2]),
+            lambda output: output[-rows:],
+        )
     return Measured(
         f"{sequences} sequences of {keys} keys",
         page_attention,
@@ -261,6 +272,7 @@ def calls(quick: bool) -> Iterator[Measured]:
     yield dense(decoding, 1, length, dtype)
     yield packed(batch, length, 4, dtype)
     yield paged(decoding, length, dtype)
+    yield paged(batch, length, dtype, length // 8)
     for rows in (batch * length, decoding):
         yield grouped(grouped_matmul, rows, groups, matrix, dtype)
         yield grouped(gated_grouped_matmul, rows, groups, matrix, dtype)
