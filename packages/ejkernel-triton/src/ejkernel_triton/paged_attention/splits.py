@@ -58,8 +58,7 @@ def _largest_tile(record: PagedAttention, device: DeviceInfo) -> PagedForward:
 def _sums_in_equal_steps(record: PagedAttention, chip: Gpu) -> bool:
     """Returns whether tiles of all numbers of rows sum in the same steps: on Hopper, those of one dtype of 16 bits.
 
-    Tiles of few rows convert a cache of 8 bits in registers, where its columns are in another order: on an H200, 84
-    elements of 30 of 64 rows differed.
+    Over a cache of 8 bits, 84 elements of 30 of 64 rows differed on an H200 (docs/lab/batch_invariance.md).
     """
     dtypes = {str(x.dtype) for x in (record.query, record.key_pages, record.value_pages) if x is not None}
     is_converted = len(dtypes) > 1 or record.compute_dtype is not None
