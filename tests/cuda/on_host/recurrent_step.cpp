@@ -6,20 +6,31 @@
 namespace ejkernel::recurrent_step {
 namespace {
 
-template <int K, bool kDelta, bool kTransposed>
-void launch_for_heads(const RecurrentStep& call) {
-  const auto kernel = call.parents == nullptr ? step_kernel<__nv_bfloat16, K, kDelta, kTransposed>
-                                              : tree_kernel<__nv_bfloat16, K, kDelta, kTransposed>;
-  for (unsigned block = 0; block < count_items(call); ++block) {
-    device::run_cluster(block, 1, 0, [&] { kernel(call); }, 32);
+template <int K, int W, bool kDelta, bool kTransposed>
+void launch_blocks(const RecurrentStep& call) {
+  constexpr size_t kShared = StagedState<K, W, kTransposed>::kBytes;
+  for (unsigned block = 0; block < count_items(call) / (W / 32); ++block) {
+    device::run_cluster(block, 1, kShared, [&] { step_kernel<__nv_bfloat16, K, W, kDelta, kTransposed>(call); }, W);
   }
 }
 
-// Every warp has several items, as on a GPU with few multiprocessors.
+template <int K, bool kDelta, bool kTransposed>
+void launch_for_heads(const RecurrentStep& call) {
+  if (call.parents == nullptr) {
+    if constexpr (!kTransposed) {
+      if (call.values % 128 == 0) return launch_blocks<K, 128, kDelta, false>(call);
+      if (call.values % 64 == 0) return launch_blocks<K, 64, kDelta, false>(call);
+    }
+    return launch_blocks<K, 32, kDelta, kTransposed>(call);
+  }
+  for (unsigned block = 0; block < count_items(call); ++block) {
+    device::run_cluster(block, 1, 0, [&] { tree_kernel<__nv_bfloat16, K, kDelta, kTransposed>(call); }, 32);
+  }
+}
+
 template <int K, bool kDelta>
 void launch_for_channels(const RecurrentStep& call) {
-  device::blocks_of_grid = (count_items(call) + 8 * kStepWarps - 1) / (8 * kStepWarps);
-  for (unsigned block = 0; block < device::blocks_of_grid; ++block) {
+  for (unsigned block = 0; block < count_items(call) / kStepWarps; ++block) {
     device::run_cluster(block, 1, channel_shared_bytes<K>(), [&] { channel_kernel<__nv_bfloat16, K, kDelta>(call); });
   }
 }

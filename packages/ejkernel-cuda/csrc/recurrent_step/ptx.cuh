@@ -21,12 +21,33 @@ __device__ __forceinline__ uint32_t transpose_matrix(uint32_t pair) {
   return result;
 }
 
-// cp.async of 8 and of 4 bytes, or of zeros if `bytes` is 0.
-__device__ __forceinline__ void copy_async_8(uint32_t to, const void* from, int bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+// Makes a thread's writes to shared memory visible to bulk copies that are issued after a barrier.
+__device__ __forceinline__ void publish_to_copies() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-__device__ __forceinline__ void copy_async_4(uint32_t to, const void* from, int bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+
+// Bulk copy from shared memory, in a group of this thread's stores.
+__device__ __forceinline__ void store_bulk(void* to, uint32_t from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+               : "memory");
+}
+
+// Waits until this thread's bulk stores have read shared memory.
+__device__ __forceinline__ void wait_for_store_reads() {
+  asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+__device__ __forceinline__ void sleep_for(unsigned nanoseconds) {
+  asm volatile("nanosleep.u32 %0;" ::"r"(nanoseconds));
+}
+
+// Loads 16 bytes of shared memory once more, even if the compiler knows registers that have them.
+__device__ __forceinline__ float4 load_again(uint32_t from) {
+  float4 x;
+  asm volatile("ld.volatile.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(from));
+  return x;
 }
 
 // A 16-byte store; for a struct of four floats the compiler emits four stores, each of a part of a sector.

@@ -1,6 +1,4 @@
 // The XLA FFI handler of the decode step of linear recurrences.
-#include <algorithm>
-
 #include "common/dependent_launch.cuh"
 #include "common/ffi_handler.cuh"
 #include "recurrent_step/channel_step.cuh"
@@ -17,32 +15,46 @@ struct Kind {
   bool channels, transposed;
 };
 
-template <typename T, int K, bool kDelta, bool kTransposed>
-ffi::Error launch_for_heads(cudaStream_t stream, const RecurrentStep& call) {
-  const auto kernel = call.parents == nullptr ? step_kernel<T, K, kDelta, kTransposed> : tree_kernel<T, K, kDelta, kTransposed>;
-  return kErrors.check("launch", launch_in_order(kernel, count_items(call), 32, 0, stream, call));
+cudaError_t device_attribute(int* value, cudaDeviceAttr attribute) {
+  int device = 0;
+  const cudaError_t error = cudaGetDevice(&device);
+  return error == cudaSuccess ? cudaDeviceGetAttribute(value, attribute, device) : error;
 }
 
-// Launches as many blocks as fit on the chip, each of which has several work items.
+// Launches blocks of W values, each with its state in shared memory.
+template <typename T, int K, int W, bool kDelta, bool kTransposed>
+ffi::Error launch_blocks(cudaStream_t stream, const RecurrentStep& call) {
+  const auto kernel = step_kernel<T, K, W, kDelta, kTransposed>;
+  constexpr size_t kShared = StagedState<K, W, kTransposed>::kBytes;
+  return kErrors.check("launch", launch_in_order(kernel, count_items(call) / (W / 32), W, kShared, stream, call));
+}
+
+template <typename T, int K, bool kDelta, bool kTransposed>
+ffi::Error launch_for_heads(cudaStream_t stream, const RecurrentStep& call) {
+  if (call.parents != nullptr) {
+    const auto kernel = tree_kernel<T, K, kDelta, kTransposed>;
+    return kErrors.check("launch", launch_in_order(kernel, count_items(call), 32, 0, stream, call));
+  }
+  if constexpr (kTransposed) {
+    return launch_blocks<T, K, kStepValues, kDelta, kTransposed>(stream, call);
+  } else {
+    int shared = 0;
+    const cudaError_t error = device_attribute(&shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+    if (error != cudaSuccess) return kErrors.check("device attributes", error);
+    // Chips with less shared memory would have too few states on their way.
+    const bool is_large = shared >= 3 * int(StagedState<K, 128, kTransposed>::kBytes);
+    if (is_large && call.values % 128 == 0) return launch_blocks<T, K, 128, kDelta, kTransposed>(stream, call);
+    if (is_large && call.values % 64 == 0) return launch_blocks<T, K, 64, kDelta, kTransposed>(stream, call);
+    return launch_blocks<T, K, kStepValues, kDelta, kTransposed>(stream, call);
+  }
+}
+
 template <typename T, int K, bool kDelta>
 ffi::Error launch_for_channels(cudaStream_t stream, const RecurrentStep& call) {
   const auto kernel = channel_kernel<T, K, kDelta>;
   constexpr size_t kShared = channel_shared_bytes<K>();
-  int device = 0, multiprocessors = 0, resident = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  }
-  if (error == cudaSuccess) error = request_shared_memory(kernel, kShared);
-  if (error == cudaSuccess) {
-    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kStepThreads, kShared);
-  }
-  if (error == cudaSuccess) {
-    const int64_t blocks = (int64_t(count_items(call)) + kStepWarps - 1) / kStepWarps;
-    const int64_t most = std::max(1, multiprocessors * resident);
-    error = launch_in_order(kernel, std::min(blocks, most), kStepThreads, kShared, stream, call);
-  }
-  return kErrors.check("launch", error);
+  const int64_t blocks = count_items(call) / kStepWarps;
+  return kErrors.check("launch", launch_in_order(kernel, blocks, kStepThreads, kShared, stream, call));
 }
 
 template <typename T, int K>
@@ -113,6 +125,8 @@ ffi::Error recurrent_step(
   call.initial = data_or_null(initial);
   call.output = output->untyped_data(), call.final = final->typed_data();
   call.scale = scale;
+  const cudaError_t error = device_attribute(&call.multiprocessors, cudaDevAttrMultiProcessorCount);
+  if (error != cudaSuccess) return kErrors.check("device attributes", error);
   // With trees states stay as they are, and `final` has nothing.
   const bool trees = call.parents != nullptr;
   call.sequences = call.bounds == nullptr ? 1 : bounds.element_count() - 1;

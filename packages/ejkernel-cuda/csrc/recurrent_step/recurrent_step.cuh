@@ -1,8 +1,8 @@
-// The decode step of linear recurrences: processes up to eight tokens at a time with the state in registers.
+// The decode step of linear recurrences: processes up to eight tokens at a time, reading and writing each state once.
 //
-//   state in HBM   32 values x K keys ---- load ---> registers of one warp ----------------> store, in place
-//   q, k, v, gates           load ->  q S0, k S0 | 8 x 8 pairs | solve | + pairs x u | S = decay S0 + u k^T
-//                                    tensor cores                             tensor cores
+//   state in HBM   K keys x W values -- copies ---> shared memory -----------------------------> copies, in place
+//   q, k, v, gates           load ---> q S0, k S0 | 8 x 8 pairs | solve | + pairs x u | S = decay S0 + u k^T
+//                                     tensor cores                            tensor cores
 //
 // Token by token, eight tokens would be eight dependent sums over the keys, whose instructions and barriers take longer
 // than reading the state. Here they are one chunk: tensor cores multiply them with the initial state, and the
@@ -11,6 +11,7 @@
 
 #include "common/logarithms.cuh"
 #include "recurrent_step/channels.cuh"
+#include "recurrent_step/staged_state.cuh"
 
 namespace ejkernel::recurrent_step {
 
@@ -101,15 +102,17 @@ __device__ __forceinline__ void widen_values(float (&v)[2][4], const uint2 (&fou
 
 // Computes a chunk's outputs and updates the state. With gates per key channel `pairs` are computed before, and tokens
 // have no queries and keys.
-template <typename T, int K, bool kDelta, bool kChannels, bool kTrees>
+template <typename T, int K, bool kDelta, bool kTrees, typename State, typename Channels>
 __device__ __forceinline__ void step_chunk(
-    const RecurrentStep& call, StepState<K>& state, const StepTokens<K>& tokens, float (&pairs)[4],
-    const StepShared<K>* shared, const StepItem& item, const StepChunk& chunk, float skip, int lane) {
+    const RecurrentStep& call, State& state, const StepTokens<K>& tokens, float (&pairs)[4], Channels& channels,
+    const StepItem& item, const StepChunk& chunk, float skip, int lane) {
+  constexpr bool kChannels = Channels::kPresent;
   const int r = lane / 4, c = lane % 4, here = chunk.count;
   float read[2][4] = {}, known[2][4] = {};
   ChunkDecay decay{{1.f, 1.f}, {1.f, 1.f}, {1.f, 1.f}, 1.f};
   if constexpr (kChannels) {
-    read_channels<K, kDelta>(state, *shared, read, known, lane);
+    read_channels<K, kDelta>(state, *channels.shared, read, known, lane);
+    channels.store_ends();
   } else {
     const bool there = call.decay.data != nullptr && lane % 8 < here;
     const float log = number_of<T>(tokens.gate, call.decay, scalar_index(call.decay, item, chunk)) * kLog2e;
@@ -169,29 +172,33 @@ __device__ __forceinline__ void step_chunk(
   }
   if (kTrees && !chunk.has_successor) return;
 #pragma unroll
-  for (int n = 0; n < K / 8; ++n) {
-    // A row of keys of tokens 2 c and 2 c + 1, from the lane's keys of token r.
-    if constexpr (kChannels) {
-      const int key = 16 * (n / 2) + 4 * (r / 2) + 2 * (n % 2) + r % 2;
+  for (int t = 0; t < K / 16; ++t) {
+    StateTile tile;
+    state.read_again(t, tile);
+    float all[4];
+    if constexpr (kChannels) channels.decay_of(t, all);
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+      // A row of keys of tokens 2 c and 2 c + 1, from the lane's keys of token r.
       uint32_t b[2], b_low[2];
-      split(shared->ends[2 * c][key], b[0], b_low[0]);
-      split(shared->ends[2 * c + 1][key], b[1], b_low[1]);
-#pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        multiply_tf32(state[n][m], written[m], b[0], b[1]);
-        multiply_tf32(state[n][m], written_rest[m], b[0], b[1]);
-        multiply_tf32(state[n][m], written[m], b_low[0], b_low[1]);
+      if constexpr (kChannels) {
+        const int key = 16 * t + 4 * (r / 2) + 2 * s + r % 2;
+        split(channels.shared->ends()[2 * c][key], b[0], b_low[0]);
+        split(channels.shared->ends()[2 * c + 1][key], b[1], b_low[1]);
+      } else {
+        const float2 pair = widened_pair<T>(transpose_matrix(s ? tokens.key[t].y : tokens.key[t].x));
+        b[0] = __float_as_uint(pair.x), b[1] = __float_as_uint(pair.y);
       }
-    } else {
-      const float2 b = widened_pair<T>(transpose_matrix(n % 2 ? tokens.key[n / 2].y : tokens.key[n / 2].x));
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) state[n][m][i] *= decay.all;
-        multiply_tf32(state[n][m], written[m], __float_as_uint(b.x), __float_as_uint(b.y));
-        multiply_tf32(state[n][m], written_rest[m], __float_as_uint(b.x), __float_as_uint(b.y));
+        for (int i = 0; i < 4; ++i) tile[s][m][i] *= kChannels ? all[2 * s + i % 2] : decay.all;
+        multiply_tf32(tile[s][m], written[m], b[0], b[1]);
+        multiply_tf32(tile[s][m], written_rest[m], b[0], b[1]);
+        if constexpr (kChannels) multiply_tf32(tile[s][m], written[m], b_low[0], b_low[1]);
       }
     }
+    state.write(t, tile);
   }
 }
 
@@ -235,36 +242,31 @@ __device__ __forceinline__ bool load_state_pieces(
   return there;
 }
 
-template <int K, bool kTransposed>
-__device__ __forceinline__ void store_item(
-    const RecurrentStep& call, const StepItem& item, StepState<K>& state, int lane) {
-  if (!item.has_state) return;
-  float* const to = call.final + state_offset<K, kTransposed>(call, item);
-  store_state<K, kTransposed>(state, to, call.values, lane / 4, lane % 4);
-}
-
-// A block is one warp, which has one item: blocks then neither wait for each other's warps nor start together.
-template <typename T, int K, bool kDelta, bool kTransposed>
-__global__ void __launch_bounds__(32) step_kernel(const __grid_constant__ RecurrentStep call) {
-  const int lane = threadIdx.x;
-  const StepItem item = load_item(call, blockIdx.x);
+// A block has the state of W values of a head in shared memory, a warp 32 of them. Twelve warps are resident, so that the
+// states of other blocks are on their way while one computes.
+template <typename T, int K, int W, bool kDelta, bool kTransposed>
+__global__ void __launch_bounds__(W, 384 / W) step_kernel(const __grid_constant__ RecurrentStep call) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  const int lane = threadIdx.x % 32;
+  const StepItem item = load_item(call, blockIdx.x * (W / 32) + threadIdx.x / 32);
   StepTokens<K> tokens;
   StepChunk chunk = consecutive_tokens(item, item.first, lane);
   load_tokens<T, K, kDelta>(tokens, call, item, chunk, lane);
-  StepPieces<K> pieces;
-  const bool there = load_state_pieces<K, kTransposed>(pieces, call, item, lane);
+  auto state = start_loading<K, W, kTransposed>(memory, call, item);
   const float skip = load_skip<T>(call, item);
-  StepState<K> state;
-  arrange_state<K, kTransposed>(state, pieces, there);
+  finish_loading();
+  NoChannels none;
   for (int token = item.first; token < item.end;) {
     float pairs[4] = {};
-    step_chunk<T, K, kDelta, false, false>(call, state, tokens, pairs, nullptr, item, chunk, skip, lane);
+    state.leaves = token + kStepTokens >= item.end && item.has_state;
+    step_chunk<T, K, kDelta, false>(call, state, tokens, pairs, none, item, chunk, skip, lane);
+    state.arrives = false;
     token += kStepTokens;
     if (token >= item.end) break;
     chunk = consecutive_tokens(item, token, lane);
     load_tokens<T, K, kDelta>(tokens, call, item, chunk, lane);
   }
-  store_item<K, kTransposed>(call, item, state, lane);
+  finish_storing(state, item);
   zero_padding<T, K, false>(call, item, lane);
 }
 

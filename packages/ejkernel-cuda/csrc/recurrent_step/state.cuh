@@ -84,40 +84,50 @@ __device__ __forceinline__ void arrange_state(StepState<K>& state, const StepPie
   }
 }
 
-template <int K, bool kTransposed>
-__device__ __forceinline__ void store_state(StepState<K>& state, float* base, int values, int r, int c) {
+// Two tiles of a state, the accumulators of keys 16 t to 16 t + 15: [tile of 8 keys][tile of 16 values][register].
+using StateTile = float[2][2][4];
+
+// A state in registers, which gives out and takes in two tiles at a time.
+template <int K>
+struct RegisterState {
+  StepState<K> x;
+
+
+  __device__ __forceinline__ void read(int t, StateTile& tile) const {
 #pragma unroll
-  for (int t = 0; t < K / 16; ++t) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float x[4] = {
-          element_of_piece<K, kTransposed>(state, t, i, 0), element_of_piece<K, kTransposed>(state, t, i, 1),
-          element_of_piece<K, kTransposed>(state, t, i, 2), element_of_piece<K, kTransposed>(state, t, i, 3)};
-      store_four(base + piece_offset<K, kTransposed>(t, i, values, r, c), x[0], x[1], x[2], x[3]);
-    }
+    for (int i = 0; i < 16; ++i) tile[i / 8][i / 4 % 2][i % 4] = x[2 * t + i / 8][i / 4 % 2][i % 4];
   }
-}
+  __device__ __forceinline__ void read_again(int t, StateTile& tile) const { read(t, tile); }
+  __device__ __forceinline__ void write(int t, const StateTile& tile) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) x[2 * t + i / 8][i / 4 % 2][i % 4] = tile[i / 8][i / 4 % 2][i % 4];
+  }
+};
 
 // x[n] += S^T b^T for the tokens of b, which are exact in TF32: a lane's pieces of a token's keys.
-template <typename T, int K, bool kDelta>
+template <typename T, int K, bool kDelta, typename State>
 __device__ __forceinline__ void read_state(
-    const StepState<K>& state, const uint2 (&q)[K / 16], const uint2 (&k)[K / 16], float (&read)[2][4],
-    float (&known)[2][4]) {
+    const State& state, const uint2 (&q)[K / 16], const uint2 (&k)[K / 16], float (&read)[2][4], float (&known)[2][4]) {
   // High and low parts have separate accumulators, so that four products do not depend on each other.
   float read_low[2][4] = {}, known_low[2][4] = {};
 #pragma unroll
-  for (int n = 0; n < K / 8; ++n) {
-    const float2 b = widened_pair<T>(n % 2 ? q[n / 2].y : q[n / 2].x);
-    const float2 d = widened_pair<T>(n % 2 ? k[n / 2].y : k[n / 2].x);
+  for (int t = 0; t < K / 16; ++t) {
+    StateTile tile;
+    state.read(t, tile);
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
-      uint32_t high[4], low[4];
-      split_operand(state[n][m], high, low);
-      multiply_tf32(read[m], high, __float_as_uint(b.x), __float_as_uint(b.y));
-      multiply_tf32(read_low[m], low, __float_as_uint(b.x), __float_as_uint(b.y));
-      if (kDelta) {
-        multiply_tf32(known[m], high, __float_as_uint(d.x), __float_as_uint(d.y));
-        multiply_tf32(known_low[m], low, __float_as_uint(d.x), __float_as_uint(d.y));
+    for (int s = 0; s < 2; ++s) {
+      const float2 b = widened_pair<T>(s ? q[t].y : q[t].x);
+      const float2 d = widened_pair<T>(s ? k[t].y : k[t].x);
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        uint32_t high[4], low[4];
+        split_operand(tile[s][m], high, low);
+        multiply_tf32(read[m], high, __float_as_uint(b.x), __float_as_uint(b.y));
+        multiply_tf32(read_low[m], low, __float_as_uint(b.x), __float_as_uint(b.y));
+        if (kDelta) {
+          multiply_tf32(known[m], high, __float_as_uint(d.x), __float_as_uint(d.y));
+          multiply_tf32(known_low[m], low, __float_as_uint(d.x), __float_as_uint(d.y));
+        }
       }
     }
   }

@@ -56,10 +56,11 @@ __device__ __forceinline__ StepChunk chunk_of_path(
 // Processes a chunk from `state`.
 template <typename T, int K, bool kDelta>
 __device__ __forceinline__ void step_tree_chunk(
-    const RecurrentStep& call, StepState<K>& state, const StepTokens<K>& tokens, const StepItem& item,
+    const RecurrentStep& call, RegisterState<K>& state, const StepTokens<K>& tokens, const StepItem& item,
     const StepChunk& chunk, float skip, int lane) {
   float pairs[4] = {};
-  step_chunk<T, K, kDelta, false, true>(call, state, tokens, pairs, nullptr, item, chunk, skip, lane);
+  NoChannels none;
+  step_chunk<T, K, kDelta, true>(call, state, tokens, pairs, none, item, chunk, skip, lane);
 }
 
 // A block is one warp, which has one item.
@@ -72,19 +73,19 @@ __global__ void __launch_bounds__(32) tree_kernel(const __grid_constant__ Recurr
   const float skip = load_skip<T>(call, item);
   StepTokens<K> tokens;
   StepPieces<K> pieces;
-  StepState<K> state;
+  RegisterState<K> state;
   if (length <= kStepTokens) {
     StepChunk chunk = consecutive_tokens(item, item.first, lane);
     load_tokens<T, K, kDelta>(tokens, call, item, chunk, lane);
     const int parent = lane % 8 < length ? parent_of(parents, lane % 8) : -1;
     const bool there = load_state_pieces<K, kTransposed>(pieces, call, item, lane);
     chunk.path = ancestors_of(parent, lane);
-    arrange_state<K, kTransposed>(state, pieces, there);
+    arrange_state<K, kTransposed>(state.x, pieces, there);
     step_tree_chunk<T, K, kDelta>(call, state, tokens, item, chunk, skip, lane);
   } else {
     for (int position = 0; position < length; ++position) {
       const bool there = load_state_pieces<K, kTransposed>(pieces, call, item, lane);
-      arrange_state<K, kTransposed>(state, pieces, there);
+      arrange_state<K, kTransposed>(state.x, pieces, there);
       const int depth = path_length(parents, position);
       for (int first = 0; first < depth; first += kStepTokens) {
         const StepChunk chunk = chunk_of_path(item, parents, position, depth, first, lane);

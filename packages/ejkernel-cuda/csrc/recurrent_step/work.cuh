@@ -18,6 +18,7 @@ struct RecurrentStep {
   int query_heads, key_heads, value_heads;
   int a_query, a_key, a_value;  // state heads per query, key and value head
   float scale;
+  int multiprocessors;  // of the device
 };
 
 // A warp's work item, with the range of its sequence's tokens and the index of its state.
@@ -118,22 +119,12 @@ struct StepTokens {
   uint32_t gate, factor;
 };
 
-// Loads a chunk's tokens without waiting for them; zeros for missing tokens.
+// Loads a chunk's values, gates of heads, and beta or dt, without waiting for them; zeros for missing tokens.
 template <typename T, int K, bool kDelta>
-__device__ __forceinline__ void load_tokens(
+__device__ __forceinline__ void load_values(
     StepTokens<K>& tokens, const RecurrentStep& call, const StepItem& item, const StepChunk& chunk, int lane) {
   const int r = lane / 4, c = lane % 4, n = lane % 8;
   const StepHead<T> at = head_of<T, K, false>(call, item);
-  const T* query = at.query + chunk.row_token * at.query_stride + 4 * c;
-  const T* key = at.key + chunk.row_token * at.key_stride + 4 * c;
-#pragma unroll
-  for (int t = 0; t < K / 16; ++t) {
-    tokens.key[t] = r < chunk.count ? *reinterpret_cast<const uint2*>(key + 16 * t) : uint2{0, 0};
-  }
-#pragma unroll
-  for (int t = 0; t < K / 16; ++t) {
-    tokens.query[t] = r < chunk.count ? *reinterpret_cast<const uint2*>(query + 16 * t) : uint2{0, 0};
-  }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const T* value = at.value + chunk.column_token[i] * at.value_stride + 4 * r;
@@ -147,6 +138,25 @@ __device__ __forceinline__ void load_tokens(
   if (n < chunk.count && factors.data != nullptr) {
     tokens.factor = *word_address(factors, scalar_index(factors, item, chunk));
   }
+}
+
+// Loads a chunk's tokens without waiting for them.
+template <typename T, int K, bool kDelta>
+__device__ __forceinline__ void load_tokens(
+    StepTokens<K>& tokens, const RecurrentStep& call, const StepItem& item, const StepChunk& chunk, int lane) {
+  const int r = lane / 4, c = lane % 4;
+  const StepHead<T> at = head_of<T, K, false>(call, item);
+  const T* query = at.query + chunk.row_token * at.query_stride + 4 * c;
+  const T* key = at.key + chunk.row_token * at.key_stride + 4 * c;
+#pragma unroll
+  for (int t = 0; t < K / 16; ++t) {
+    tokens.key[t] = r < chunk.count ? *reinterpret_cast<const uint2*>(key + 16 * t) : uint2{0, 0};
+  }
+#pragma unroll
+  for (int t = 0; t < K / 16; ++t) {
+    tokens.query[t] = r < chunk.count ? *reinterpret_cast<const uint2*>(query + 16 * t) : uint2{0, 0};
+  }
+  load_values<T, K, kDelta>(tokens, call, item, chunk, lane);
 }
 
 }  // namespace ejkernel::recurrent_step

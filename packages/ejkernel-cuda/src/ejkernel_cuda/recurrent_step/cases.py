@@ -53,7 +53,7 @@ def _make_tree_inputs(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
 _GATED_CASES: tuple[Row, ...] = (
     (
         "CUDA step, gate of heads",
-        RecurrenceSizes(t=8, g=1, **{**DEFAULT_SIZES, "k": 128}),
+        RecurrenceSizes(t=8, g=1, **{**DEFAULT_SIZES, "k": 128, "v": 128}),
         gate_maker("g", "initial_state", **RETURN_STATE),
         _DECAY_AND_STATE_FIELDS,
         (),
@@ -92,7 +92,7 @@ _UNGATED_CASES: tuple[Row, ...] = (
 _DELTA_CASES: tuple[Row, ...] = (
     (
         "CUDA step, decay of heads",
-        RecurrenceSizes(t=8, g=1, **{**DEFAULT_SIZES, "k": 128, "v": 64}),
+        RecurrenceSizes(t=8, g=1, **{**DEFAULT_SIZES, "k": 128, "v": 256}),
         _make_delta_input_maker("heads", **RETURN_STATE),
         ("beta", "decay", "initial_state"),
         (),
