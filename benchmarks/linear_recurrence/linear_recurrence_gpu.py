@@ -1,7 +1,7 @@
 """Linear recurrences on a GPU: gated linear attention, lightning, gates per head, Mamba-2, delta rules, long rows.
 
     python benchmarks/linear_recurrence/linear_recurrence_gpu.py  # the table
-    python benchmarks/linear_recurrence/linear_recurrence_gpu.py --quick  # few rounds
+    python benchmarks/linear_recurrence/linear_recurrence_gpu.py --quick  # no long rows
     python benchmarks/linear_recurrence/linear_recurrence_gpu.py --long  # long rows, and packed documents
     # the second of four processes that compile at the same time and measure in turn (EJKERNEL_BENCH_LOCK names a file)
     python benchmarks/linear_recurrence/linear_recurrence_gpu.py --part 2/4 --meet /tmp/parts
@@ -234,7 +234,7 @@ def timed(ready: Prepared, options: argparse.Namespace) -> Iterator[tuple[str, .
         for name, pair, most in _recurrence_peers.peers(ready.cell.kind, record):
             if name in ready.peers:
                 sides[name], memory[name] = pair, most
-    for name, times in _medians(sides, 3 if options.quick else 7).items():
+    for name, times in _medians(sides, int(options.rounds)).items():
         yield str(ready.cell), name, *(f"{1e3 * s:.3f}" for s in times), f"{memory[name] / 1e6:.0f}"
 
 
@@ -275,7 +275,7 @@ def main() -> None:
     options = shared.report.parse_options(
         __doc__,
         {
-            "--quick": "the short sequences, few rounds",
+            "--quick": "the short sequences alone",
             **shared.report.CANDIDATES_FLAG,
             "--long": "four rows, one long row and packed documents of it, all with the gates of fresh layers",
             "--stages": "the kernels one by one, with many tiles",
@@ -283,6 +283,7 @@ def main() -> None:
         {
             "--only": ("", "of triton, cuda, xla and fla, separated by commas; without it all"),
             "--cells": ("", "kinds, separated by commas; without it all"),
+            "--rounds": ("7", "samples of each side"),
             "--part": ("1/1", "every n-th cell from the k-th on: k/n"),
             "--meet": ("", "a folder where the processes of all parts meet before they measure, one at a time"),
         },
