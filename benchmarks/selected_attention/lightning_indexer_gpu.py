@@ -5,8 +5,9 @@
 
 64 heads of 128 select 2048 keys per query, as in DeepSeek-V3.2; arrays are normal bfloat16. The queries are the newest
 tokens of a context. Rates count the pairs of a query and a key that it may select, 2 H D operations each. *Scores* are
-the kernel that multiplies, *selection* the four that take the largest. The indices are compared with XLA's first, for
-numbers whose scores are the same in any order of summation.
+the kernel that multiplies, *selection* the four that take the largest and sort them. The indices are compared with
+XLA's first, for numbers whose scores are the same in any order of summation. cuDNN's kernels for Hopper, where
+`nvidia-cudnn-frontend` and `nvidia-cutlass-dsl` are installed, select without sorting.
 """
 
 import dataclasses
@@ -27,6 +28,7 @@ from ejkernel_triton.lightning_indexer.forward import ordered_scores_of_chunk, s
 from ejkernel_triton.lightning_indexer.spec import make_spec
 
 sys.path.append(str(Path(__file__).parents[1]))
+import _indexer_peers
 import shared.report
 import shared.turns
 
@@ -100,10 +102,36 @@ def both_kernels(case: Case, arrays: tuple[jax.Array, ...]) -> tuple[dict[str, C
     }, spec.CHUNK
 
 
+def cudnn_kernels(case: Case, arrays: tuple[jax.Array, ...], chunk: int) -> dict[str, Callable[[], Any]]:
+    """Returns cuDNN's scores and selection of the last chunk of queries, after a comparison of what they select.
+
+    Raises:
+        SystemExit: They differ from ours by more than rounding.
+    """
+    query, key, weights = arrays
+    newest = query[:, -chunk:], key, weights[:, -chunk:]
+    scores = _indexer_peers.cudnn_scores(newest, CHANNELS**-0.5, float8=False)
+    selection = _indexer_peers.cudnn_selection(scores(), TOP_K)
+    want, _ = jax.jit(functools.partial(lightning_indexer, top_k=TOP_K))(*newest)
+    found = jnp.from_dlpack(selection()).reshape(want.shape)
+    share = jnp.mean(jnp.sort(found, axis=-1) == jnp.sort(want, axis=-1))
+    overlap = jnp.isin(found[0, -1], want[0, -1]).mean()
+    print(f"cuDNN: {share:.3f} of the selected keys in the same place, {overlap:.4f} of the last row's the same")
+    if overlap < 0.99:
+        raise SystemExit(f"{case}: cuDNN selects other keys")
+    return {
+        f"cuDNN scores, {chunk} queries": scores,
+        f"cuDNN scores in float8, {chunk} queries": _indexer_peers.cudnn_scores(newest, CHANNELS**-0.5, float8=True),
+        f"cuDNN selection, {chunk} queries": selection,
+    }
+
+
 def rows(case: Case, rounds: int) -> Iterator[list[str]]:
     """Yields the lines of the table for a case, all sides in turns."""
     arrays = case.make_arrays()
     sides, chunk = both_kernels(case, arrays)
+    if _indexer_peers.is_installed() and chunk > 1:
+        sides |= cudnn_kernels(case, arrays, chunk)
     memory = dict.fromkeys(sides, "")
     for platform in ("triton", "xla"):
         call: Any = jax.jit(functools.partial(lightning_indexer, top_k=TOP_K, platform=platform))
@@ -113,7 +141,7 @@ def rows(case: Case, rounds: int) -> Iterator[list[str]]:
     seconds = shared.turns.time_in_turns(sides, rounds)
     for name, took in seconds.items():
         operations = case.operations(case.queries if name in ("triton", "xla") else chunk)
-        rate = "" if name.startswith("selection") else f"{operations / took / 1e12:.0f} TFLOP/s"
+        rate = "" if "selection" in name else f"{operations / took / 1e12:.0f} TFLOP/s"
         sizes = (str(case.batch), str(case.queries), str(case.keys))
         yield [case.name, *sizes, name, f"{took * 1e3:.3f}", rate, memory[name]]
 
