@@ -39,13 +39,14 @@ def log_gates(kind: str, strength: str, key: jax.Array, shape: tuple[int, ...]) 
 class Cell:
     """One shape; `kind` names the operation and its gates, `gates` their strength (see `log_gates`).
 
-    Documents are sequences packed in one row, if any.
+    Documents are sequences packed in one row, if any; `key_heads` those of queries and keys, if fewer than of values.
     """
 
     kind: str
     batch: int = 4
     length: int = 8192
     heads: int = 16
+    key_heads: int | None = None
     keys: int = 128
     values: int = 128
     documents: int = 0
@@ -54,7 +55,8 @@ class Cell:
     def __str__(self) -> str:
         packed = f", {self.documents} documents" if self.documents else ""
         strength = f", {self.gates} gates" if self.kind in GATED else ""
-        return f"{self.kind} B{self.batch} S{self.length} H{self.heads} K{self.keys} V{self.values}{packed}{strength}"
+        heads = f"{self.key_heads}/{self.heads}" if self.key_heads else self.heads
+        return f"{self.kind} B{self.batch} S{self.length} H{heads} K{self.keys} V{self.values}{packed}{strength}"
 
     @property
     def delta(self) -> bool:
@@ -69,7 +71,7 @@ class Cell:
         def normal(heads: int, size: int) -> jax.Array:
             return jax.random.normal(next(keys), (b, t, heads, size), jnp.float32).astype(dtype)
 
-        query, key = (normal(1 if mamba else h, self.keys) for _ in range(2))
+        query, key = (normal(1 if mamba else self.key_heads or h, self.keys) for _ in range(2))
         value, gate = normal(h, self.values), next(keys)
         fields: dict[str, Any] = {}
         if self.kind in ("gla", "kda"):
@@ -105,6 +107,13 @@ def strengths(kind: str) -> tuple[str, ...]:
     if kind in ("gated delta", "kda"):
         return STRENGTHS
     return ("initial", "harsh") if kind in GATED else ("initial",)
+
+
+def head_cells() -> Iterator[Cell]:
+    """Heads that share queries and keys, and more value channels than key channels."""
+    yield Cell(kind="gated delta", heads=32)
+    yield Cell(kind="gated delta", heads=32, key_heads=16)
+    yield Cell(kind="gated delta", values=256)
 
 
 def cells(quick: bool, long: bool) -> Iterator[Cell]:

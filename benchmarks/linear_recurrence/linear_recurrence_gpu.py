@@ -3,6 +3,7 @@
     python benchmarks/linear_recurrence/linear_recurrence_gpu.py  # the table
     python benchmarks/linear_recurrence/linear_recurrence_gpu.py --quick  # no long rows
     python benchmarks/linear_recurrence/linear_recurrence_gpu.py --long  # long rows, and packed documents
+    python benchmarks/linear_recurrence/linear_recurrence_gpu.py --heads  # shared heads, 256 value channels
     # the second of four processes that compile at the same time and measure in turn (EJKERNEL_BENCH_LOCK names a file)
     python benchmarks/linear_recurrence/linear_recurrence_gpu.py --part 2/4 --meet /tmp/parts
     # also every configuration worth measuring
@@ -37,7 +38,7 @@ from ejkernel.ops.plugins import registry
 sys.path.append(str(Path(__file__).parents[1]))
 import shared.report
 from linear_recurrence import _recurrence_peers
-from linear_recurrence._recurrence_cells import Cell, cells
+from linear_recurrence._recurrence_cells import Cell, cells, head_cells
 
 COLUMNS = ("shape", "side", "forward ms", "with gradients ms", "memory with gradients MB")
 Side = Callable[[], Any]
@@ -185,7 +186,7 @@ def contenders(cell: Cell, record: LinearRecurrence, options: argparse.Namespace
         if options.candidates:
             for config in space.candidates(record, current_device(), "forward"):
                 found[str(config)] = kernel(name, config)
-    if wanted("cuda", options) and cell.documents == 0:
+    if wanted("cuda", options):
         gates_per_head = "cuda_chunked" if record.beta is None else "cuda_delta"
         found["ejkernel cuda"] = kernel("cuda_channel_gates" if cell.kind in ("gla", "kda") else gates_per_head, None)
     if wanted("xla", options):
@@ -278,6 +279,7 @@ def main() -> None:
             "--quick": "the short sequences alone",
             **shared.report.CANDIDATES_FLAG,
             "--long": "four rows, one long row and packed documents of it, all with the gates of fresh layers",
+            "--heads": "the gated delta rule with 16 key and 32 value heads, and with 256 value channels",
             "--stages": "the kernels one by one, with many tiles",
         },
         {
@@ -289,7 +291,8 @@ def main() -> None:
         },
     )
     print(shared.report.heading())
-    chosen = [c for c in cells(options.quick, options.long) if not options.cells or c.kind in options.cells.split(",")]
+    listed = head_cells() if options.heads else cells(options.quick, options.long)
+    chosen = [c for c in listed if not options.cells or c.kind in options.cells.split(",")]
     if options.stages:
         from linear_recurrence import _recurrence_stages
 

@@ -32,7 +32,7 @@ INABILITY = {
             rf"value has head dimension {N} and query {N}; the kernel wants .*",
             rf"the queries have {N} heads; the kernel wants .*",
             rf"\w+: got head dimension {N}, the kernel wants (one of [\d, ]+|a multiple of {N})",
-            rf"value: got head dimension {N}, the kernels of gradients want {N} and {N}",
+            rf"value: got head dimension {N}( of {N} heads that {N} share)?, the kernels of gradients want {N} and {N}",
             rf"\w+: got head dimension {N} and, of value, {N}, the kernel reads multiples of {N}",
             rf"\w+: got {N} channels, the kernel wants a multiple of {N}",
             rf"value: got head size {N}, wants that of query and key, {N}",

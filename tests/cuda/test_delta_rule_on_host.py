@@ -24,7 +24,7 @@ from ejkernel_cuda import channel_gates, delta_rule
 from ejkernel_cuda.channel_gates.backward import backward as channel_backward
 from ejkernel_cuda.channel_gates.forward import forward as channel_forward
 from ejkernel_cuda.delta_rule.backward import backward as head_backward
-from ejkernel_cuda.delta_rule.backward import num_head_slices, shares_queries_and_keys
+from ejkernel_cuda.delta_rule.backward import num_head_slices, shares_queries_and_keys, sums_pairs_of_heads
 from ejkernel_cuda.delta_rule.forward import forward as head_forward
 from ejkernel_cuda.delta_rule.plan import (
     chunk_table,
@@ -188,8 +188,10 @@ def run_gradients(host, record, cotangent, final_cotangent, slices=1, segments=1
     if shares_queries_and_keys(record) and not per_channel:
         gradients = run_group_gradients(host, record, cotangent, states, dstates, slices)
         return gradients | {"value": as_float64(dwrites), "initial_state": dinitial, "sequence_state": dinitial}
+    summed_heads = 2 if sums_pairs_of_heads(record) and not per_channel else 1
+    stored_heads = heads // summed_heads
     fields = {
-        name: bfloat16(*x.shape) if x.shape[2] == heads else float32(batch, tokens, heads, 128)
+        name: bfloat16(*x.shape) if x.shape[2] == stored_heads else float32(batch, tokens, stored_heads, 128)
         for name, x in (("query", record.query), ("key", record.key))
     }
     fields |= {"value": bfloat16(*record.value.shape), "beta": float32(2 if per_channel else 1, batch, tokens, heads)}
@@ -199,7 +201,7 @@ def run_gradients(host, record, cotangent, final_cotangent, slices=1, segments=1
     decay, beta = float32(*decay_shape), fields["beta"]
     function = host.channel_token_gradients if per_channel else host.delta_rule_token_gradients
     results = (fields["query"], fields["key"], fields["value"], decay, beta)
-    call(function, record, *operands, record.decay, record.beta, *results)
+    call(function, record, *operands, record.decay, record.beta, *results, slices=summed_heads)
     fields |= {"decay": decay, "beta": beta.sum(0)}
     fields["value"] = fields["value"] if has_delta else dwrites
     gradients = {name: as_float64(x) for name, x in fields.items()}
@@ -271,6 +273,7 @@ def test_outputs_and_states_match_the_reference(host, gates, tokens, options):
         ("mild", 130, {"state": True, "values": 128}),
         ("-inf", 65, {"heads": 2, "query_heads": 1, "key_heads": 1, "state": True}),
         ("none", 128, {}),
+        ("strong", 65, {"heads": 4, "query_heads": 1, "key_heads": 2, "values": 128}),
         ("mild", 130, {"values": 128, "state": True, "delta": False}),
         ("-inf", 65, {"heads": 2, "query_heads": 1, "delta": False}),
         ("mild", 130, {"heads": 5, "query_heads": 1, "key_heads": 1, "state": True, "delta": False, "dt": True}),
@@ -376,7 +379,7 @@ def refusals(record, device=H200, implementation=DELTA):
 def test_unsupported_calls_are_refused():
     assert not refusals(abstract(16))
     assert refusals(abstract(16), B200) == ["compute capability 10.0: the kernel is compiled for 9.0 alone"]
-    assert refusals(abstract(16, keys=64)) == ["query: got head dimension 64, the kernel wants one of 128"]
+    assert refusals(abstract(16, keys=32)) == ["query: got head dimension 32, the kernel wants one of 128"]
     assert refusals(abstract(16, values=96)) == ["value: got head dimension 96, the kernel wants a multiple of 64"]
     [gates] = refusals(abstract(16, channels=128))
     assert "gates per head" in gates
@@ -387,9 +390,13 @@ def test_unsupported_calls_are_refused():
     [beta] = refusals(dataclasses.replace(abstract(16), beta=None))
     assert "beta: got None" in beta
     assert not refusals(dataclasses.replace(abstract(16), beta=None), implementation=PLAIN)
+    shared = dataclasses.replace(abstract(16, values=192), value=abstract(4, values=192).value)
     with target_device(H200):
-        [values] = DELTA.backward_requires.extra(abstract(16, values=192))
-    assert values == "value: got head dimension 192, the kernels of gradients want 64 and 128"
+        assert not list(DELTA.backward_requires.extra(abstract(16, values=192)))
+        [values] = DELTA.backward_requires.extra(shared)
+        [without_delta] = PLAIN.backward_requires.extra(dataclasses.replace(abstract(16, values=192), beta=None))
+    assert without_delta == "value: got head dimension 192, the kernels of gradients want 64 and 128"
+    assert values == without_delta.replace("192", "192 of 4 heads that 16 share")
     mixed = make("mild", 64, heads=2, key_heads=1, delta=False, dt=True)
     with target_device(H200):
         [heads] = PLAIN.backward_requires.extra(mixed)
@@ -449,6 +456,8 @@ def test_chunks_of_packed_sequences_begin_with_them():
         [290, 0, 10, padding],
     ]
     assert (table[count:-1] == [0, 0, 0, -1]).all()
+    with jax.enable_x64(True):
+        assert chunk_table(record).dtype == jnp.int32
 
 
 def both_passes(forward, backward, start, *cotangent):
@@ -472,7 +481,9 @@ def test_the_calls_are_traced_for_every_combination_of_optional_arrays(monkeypat
         *absent_fields,
         *channel_fields,
         *packed_fields,
+        {"query": one_head["query"]},
         one_head,
+        {"value": jnp.tile(record.value, (1, 1, 1, 4)), "initial_state": jnp.tile(record.initial_state, (1, 1, 1, 4))},
         state_space,
         state_space | {"decay": None},
         transposed,
@@ -482,7 +493,7 @@ def test_the_calls_are_traced_for_every_combination_of_optional_arrays(monkeypat
         forward = channel_forward if per_channel else head_forward
         backward = channel_backward if per_channel else head_backward
         (output, states), residuals, private = jax.eval_shape(functools.partial(forward, config=None), used)
-        assert (output.shape, output.dtype, residuals, private) == ((1, 70, 2, 64), jnp.bfloat16, (), None)
+        assert (output.shape, output.dtype, residuals, private) == (used.value.shape, jnp.bfloat16, (), None)
         state_shape = (1, 2, 64, 128) if used.transposed_states else final_states_shape(used)
         assert (states.shape, states.dtype) == (state_shape, jnp.float32)
         names = frozenset(name for name in FIELDS if getattr(used, name) is not None)

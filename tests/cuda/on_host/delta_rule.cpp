@@ -9,6 +9,7 @@
 #include "delta_rule/group_gradients.cuh"
 #include "delta_rule/reverse.cuh"
 #include "delta_rule/segment_states.cuh"
+#include "delta_rule/tensor_maps.cuh"
 #include "delta_rule/token_gradients.cuh"
 
 namespace ejkernel::delta_rule {
@@ -19,15 +20,27 @@ const Chunk* table = nullptr;
 int table_chunks = 0, table_sequences = 0;
 
 struct Sizes {
-  int batch, tokens, heads, query_heads, key_heads, value_heads, values, slices, segments;
+  int batch, tokens, heads, query_heads, key_heads, value_heads, values;
+  int slices;  // of a group's heads; or of token gradients, the heads whose dQ and dK are added up: 1 or 2
+  int segments;
   int chunks() const { return table ? table_chunks : (tokens + kChunkTokens - 1) / kChunkTokens; }
   int sequences() const { return table ? table_sequences : batch; }
 };
 
-void describe(TensorMap* map, void* numbers, int batch, int rows, int columns, int tile_bytes, int tile_rows = 64) {
-  const Array own = {static_cast<char*>(numbers), batch, rows, columns * 2, tile_bytes, tile_rows};
-  std::memcpy(map, &own, sizeof(own));
-  device::arrays.push_back({own.numbers, size_t(batch) * rows * columns * 2});
+// Tiles of the handlers: of 64 channels, or gates of float32 numbers; stored by a warp, or by a warp of the state.
+constexpr Tile kLoaded = {64, kChunkTokens, CU_TENSOR_MAP_SWIZZLE_128B};
+constexpr Tile kStored = {64, 16, CU_TENSOR_MAP_SWIZZLE_128B, true};
+constexpr Tile kStoredRows = {16, kChunkTokens, CU_TENSOR_MAP_SWIZZLE_NONE, true};
+constexpr Tile gates_tile(int channels) { return {2 * channels, kChunkTokens, CU_TENSOR_MAP_SWIZZLE_NONE}; }
+
+void describe(TensorMap* map, void* numbers, int batch, int rows, int columns, const Tile& tile) {
+  encode(map, numbers, Size{columns, rows, batch}, tile);
+  device::arrays.push_back({static_cast<char*>(numbers), size_t(batch) * rows * columns * 2});
+}
+
+void describe_tokens(TensorMap* map, const Sizes& n, void* numbers, int columns, const Tile& tile) {
+  encode_tokens(map, numbers, Size{columns, n.tokens, n.batch}, tile);
+  device::arrays.push_back({static_cast<char*>(numbers), size_t(n.batch) * n.tokens * columns * 2});
 }
 
 DeltaCall begin(const Sizes& n, void** a, float scale) {
@@ -44,14 +57,14 @@ DeltaCall begin(const Sizes& n, void** a, float scale) {
 }
 
 void describe_inputs(Maps* maps, const Sizes& n, void** a) {
-  describe(&maps->query, a[0], n.batch, n.tokens, n.query_heads * kKeyDim, 128);
-  describe(&maps->key, a[1], n.batch, n.tokens, n.key_heads * kKeyDim, 128);
-  describe(&maps->value, a[2], n.batch, n.tokens, n.value_heads * n.values, 128);
+  describe_tokens(&maps->query, n, a[0], n.query_heads * kKeyDim, kLoaded);
+  describe_tokens(&maps->key, n, a[1], n.key_heads * kKeyDim, kLoaded);
+  describe_tokens(&maps->value, n, a[2], n.value_heads * n.values, kLoaded);
 }
 
 void describe_stored(Maps* maps, const Sizes& n, void* writes, void* states) {
-  describe(&maps->writes, writes, n.batch, n.tokens, n.heads * n.values, 32);
-  describe(&maps->states, states, n.batch * n.heads * n.chunks(), n.values, kKeyDim, 128, 16);
+  describe_tokens(&maps->writes, n, writes, n.heads * n.values, kStoredRows);
+  describe(&maps->states, states, n.batch * n.heads * n.chunks(), n.values, kKeyDim, kStored);
 }
 
 // Calls `use` with a constant, true or false.
@@ -120,7 +133,7 @@ extern "C" const char* delta_rule(void** a, const int* sizes, float scale) {
   if (!has_delta) call.beta = static_cast<const float*>(a[10]), call.skip = static_cast<const float*>(a[11]);
   Maps maps;
   describe_inputs(&maps, n, a);
-  describe(&maps.output, a[6], n.batch, n.tokens, n.heads * n.values, 32);
+  describe_tokens(&maps.output, n, a[6], n.heads * n.values, kStoredRows);
   if (a[9]) describe_stored(&maps, n, a[8] ? a[8] : a[6], a[9]);
   run_segments<false>(n, &call, maps, has_delta);
   return with_constant(a[9], [&](auto stores) {
@@ -166,14 +179,14 @@ extern "C" const char* channel_prepare(void** a, const int* sizes, float) {
   const PrepareCall call{static_cast<const float*>(a[3]), static_cast<float*>(a[9]), n.tokens, n.chunks(), n.heads,
                          n.query_heads, n.key_heads, table};
   PrepareMaps maps;
-  describe(&maps.query, a[0], n.batch, n.tokens, n.query_heads * kKeyDim, 128);
-  describe(&maps.key, a[1], n.batch, n.tokens, n.key_heads * kKeyDim, 128);
-  describe(&maps.gates, a[2], n.batch, n.tokens, 2 * keys, 4 * kKeyDim);
-  describe(&maps.decayed_query, a[4], n.batch, n.tokens, keys, 128, 16);
-  describe(&maps.key_to_end, a[5], n.batch, n.tokens, keys, 128, 16);
-  describe(&maps.decayed_key, a[6], n.batch, n.tokens, keys, 128, 16);
-  describe(&maps.scores, a[7], chunks, kChunkTokens, kChunkTokens, 128, 16);
-  describe(&maps.inverse, a[8], chunks, kChunkTokens, kChunkTokens, 128, 16);
+  describe_tokens(&maps.query, n, a[0], n.query_heads * kKeyDim, kLoaded);
+  describe_tokens(&maps.key, n, a[1], n.key_heads * kKeyDim, kLoaded);
+  describe_tokens(&maps.gates, n, a[2], 2 * keys, gates_tile(kKeyDim));
+  describe_tokens(&maps.decayed_query, n, a[4], keys, kStored);
+  describe_tokens(&maps.key_to_end, n, a[5], keys, kStored);
+  describe_tokens(&maps.decayed_key, n, a[6], keys, kStored);
+  describe(&maps.scores, a[7], chunks, kChunkTokens, kChunkTokens, kStored);
+  describe(&maps.inverse, a[8], chunks, kChunkTokens, kChunkTokens, kStored);
   for (int block = 0; block < chunks; ++block) {
     with_constant(call.beta, [&](auto delta) {
       using L = PrepareLayout<delta>;
@@ -197,12 +210,12 @@ ChannelCall begin_channels(const Sizes& n, void** a, float scale, ChannelMaps* m
   call.table = table, call.sequences = n.sequences();
   call.scale = scale, call.decay = static_cast<const float*>(a[5]), call.beta = static_cast<const float*>(a[7]);
   call.initial_states = static_cast<const float*>(a[8]);
-  describe(&maps->query, a[0], n.batch, n.tokens, keys, 128);
-  describe(&maps->key, a[1], n.batch, n.tokens, keys, 128);
-  describe(&maps->decayed_key, a[2], n.batch, n.tokens, keys, 128);
-  describe(&maps->scores, a[3], chunks, kChunkTokens, kChunkTokens, 128);
-  describe(&maps->inverse, a[4], chunks, kChunkTokens, kChunkTokens, 128);
-  describe(&maps->value, a[6], n.batch, n.tokens, n.value_heads * n.values, 128);
+  describe_tokens(&maps->query, n, a[0], keys, kLoaded);
+  describe_tokens(&maps->key, n, a[1], keys, kLoaded);
+  describe_tokens(&maps->decayed_key, n, a[2], keys, kLoaded);
+  describe(&maps->scores, a[3], chunks, kChunkTokens, kChunkTokens, kLoaded);
+  describe(&maps->inverse, a[4], chunks, kChunkTokens, kChunkTokens, kLoaded);
+  describe_tokens(&maps->value, n, a[6], n.value_heads * n.values, kLoaded);
   device::arrays.push_back({static_cast<const char*>(a[5]), size_t(chunks) * kKeyDim * 4});
   return call;
 }
@@ -239,7 +252,7 @@ extern "C" const char* channel_scan(void** a, const int* sizes, float scale) {
   ChannelMaps maps;
   ChannelCall call = begin_channels(n, a, scale, &maps);
   call.final_states = static_cast<float*>(a[10]);
-  describe(&maps.output, a[9], n.batch, n.tokens, n.heads * n.values, 32);
+  describe_tokens(&maps.output, n, a[9], n.heads * n.values, kStoredRows);
   if (a[12]) describe_stored(&maps, n, a[11] ? a[11] : a[9], a[12]);
   run_transitions<false>(n, &call, maps);
   return with_constant(a[12], [&](auto stores) {
@@ -269,30 +282,35 @@ extern "C" const char* delta_rule_token_gradients(void** a, const int* sizes, fl
   device::arrays.clear();
   TokenGradientCall call{};
   TokenGradientMaps maps;
-  const int keys = n.heads * kKeyDim, values = n.heads * n.values, states = n.batch * n.heads * n.chunks();
+  const int stored_heads = n.heads / n.slices, keys = stored_heads * kKeyDim;
+  const int values = n.heads * n.values, states = n.batch * n.heads * n.chunks();
   call.table = table, call.tokens = n.tokens, call.chunks = n.chunks(), call.heads = n.heads, call.scale = scale;
   call.query_heads = n.query_heads, call.key_heads = n.key_heads, call.value_heads = n.value_heads;
   call.value = static_cast<const __nv_bfloat16*>(a[2]);
   call.gates = static_cast<const float*>(a[8]), call.beta = static_cast<const float*>(a[9]);
   call.dvalue = static_cast<__nv_bfloat16*>(a[12]);
   call.dgates = static_cast<float*>(a[13]), call.dbeta = static_cast<float*>(a[14]);
-  describe(&maps.query, a[0], n.batch, n.tokens, n.query_heads * kKeyDim, 128);
-  describe(&maps.key, a[1], n.batch, n.tokens, n.key_heads * kKeyDim, 128);
-  describe(&maps.writes, a[3], n.batch, n.tokens, call.beta ? values : n.value_heads * n.values, 128);
-  describe(&maps.cotangent, a[4], n.batch, n.tokens, values, 128);
-  describe(&maps.dwrites, a[5], n.batch, n.tokens, values, 128);
-  describe(&maps.states, a[6], states, n.values, kKeyDim, 128);
-  describe(&maps.dstates, a[7], states, n.values, kKeyDim, 128);
-  if (n.query_heads < n.heads) call.dquery = static_cast<float*>(a[10]);
-  if (n.key_heads < n.heads) call.dkey = static_cast<float*>(a[11]);
-  describe(&maps.dquery, a[10], n.batch, n.tokens, keys, 128, 16);
-  describe(&maps.dkey, a[11], n.batch, n.tokens, keys, 128, 16);
-  for (int block = 0; block < states; ++block) {
+  describe_tokens(&maps.query, n, a[0], n.query_heads * kKeyDim, kLoaded);
+  describe_tokens(&maps.key, n, a[1], n.key_heads * kKeyDim, kLoaded);
+  describe_tokens(&maps.writes, n, a[3], call.beta ? values : n.value_heads * n.values, kLoaded);
+  describe_tokens(&maps.cotangent, n, a[4], values, kLoaded);
+  describe_tokens(&maps.dwrites, n, a[5], values, kLoaded);
+  describe(&maps.states, a[6], states, n.values, kKeyDim, kLoaded);
+  describe(&maps.dstates, a[7], states, n.values, kKeyDim, kLoaded);
+  if (n.query_heads < stored_heads) call.dquery = static_cast<float*>(a[10]);
+  if (n.key_heads < stored_heads) call.dkey = static_cast<float*>(a[11]);
+  describe_tokens(&maps.dquery, n, a[10], keys, kStored);
+  describe_tokens(&maps.dkey, n, a[11], keys, kStored);
+  for (int block = 0; block < states; block += n.slices) {
     with_constant(n.values == 128, [&](auto wide) {
+      constexpr int V = wide ? 128 : 64, kBytes = GradientLayout<V>::kBytes;
+      if (n.slices == 2) {
+        device::run_cluster(block, 2, kBytes, [&] { delta_pair_gradients_kernel<V>(call, maps); }, kGradientThreads);
+        return;
+      }
       with_constant(call.beta, [&](auto delta) {
-        constexpr int V = wide ? 128 : 64;
-        device::run_cluster(block, 1, GradientLayout<V>::kBytes,
-                            [&] { delta_token_gradients_kernel<V, delta>(call, maps); }, kGradientThreads);
+        device::run_cluster(block, 1, kBytes, [&] { delta_token_gradients_kernel<V, delta>(call, maps); },
+                            kGradientThreads);
       });
     });
   }
@@ -312,17 +330,17 @@ extern "C" const char* delta_rule_group_gradients(void** a, const int* sizes, fl
   call.gates = static_cast<const float*>(a[6]), call.factors = static_cast<const float*>(a[7]);
   call.dgates = static_cast<float*>(a[10]), call.dfactors = static_cast<float*>(a[11]);
   call.dskip = static_cast<float*>(a[12]);
-  describe(&maps.query, a[0], n.batch, n.tokens, n.query_heads * kKeyDim, 128);
-  describe(&maps.key, a[1], n.batch, n.tokens, n.key_heads * kKeyDim, 128);
-  describe(&maps.value, a[2], n.batch, n.tokens, n.value_heads * n.values, 128);
-  describe(&maps.cotangent, a[3], n.batch, n.tokens, n.heads * n.values, 128);
-  describe(&maps.states, a[4], states, n.values, kKeyDim, 128);
-  describe(&maps.dstates, a[5], states, n.values, kKeyDim, 128);
+  describe_tokens(&maps.query, n, a[0], n.query_heads * kKeyDim, kLoaded);
+  describe_tokens(&maps.key, n, a[1], n.key_heads * kKeyDim, kLoaded);
+  describe_tokens(&maps.value, n, a[2], n.value_heads * n.values, kLoaded);
+  describe_tokens(&maps.cotangent, n, a[3], n.heads * n.values, kLoaded);
+  describe(&maps.states, a[4], states, n.values, kKeyDim, kLoaded);
+  describe(&maps.dstates, a[5], states, n.values, kKeyDim, kLoaded);
   if (call.slices > 1) {
     call.dquery = static_cast<float*>(a[8]), call.dkey = static_cast<float*>(a[9]);
   } else {
-    describe(&maps.dquery, a[8], n.batch, n.tokens, n.query_heads * kKeyDim, 128, 16);
-    describe(&maps.dkey, a[9], n.batch, n.tokens, n.query_heads * kKeyDim, 128, 16);
+    describe_tokens(&maps.dquery, n, a[8], n.query_heads * kKeyDim, kStored);
+    describe_tokens(&maps.dkey, n, a[9], n.query_heads * kKeyDim, kStored);
   }
   for (int block = 0; block < n.batch * n.chunks() * call.groups * call.slices; ++block) {
     with_constant(n.values == 128, [&](auto wide) {
@@ -348,18 +366,18 @@ extern "C" const char* channel_token_gradients(void** a, const int* sizes, float
   call.gates = static_cast<const float*>(a[8]), call.beta = static_cast<const float*>(a[9]);
   call.dvalue = static_cast<__nv_bfloat16*>(a[12]);
   call.dgates = static_cast<float*>(a[13]), call.dbeta = static_cast<float*>(a[14]);
-  describe(&maps.query, a[0], n.batch, n.tokens, n.query_heads * kKeyDim, 128);
-  describe(&maps.key, a[1], n.batch, n.tokens, n.key_heads * kKeyDim, 128);
-  describe(&maps.gates, a[8], n.batch, n.tokens, 2 * keys, 4 * kBlockChannels);
-  describe(&maps.writes, a[3], n.batch, n.tokens, call.beta ? values : n.value_heads * n.values, 128);
-  describe(&maps.cotangent, a[4], n.batch, n.tokens, values, 128);
-  describe(&maps.dwrites, a[5], n.batch, n.tokens, values, 128);
-  describe(&maps.states, a[6], states, n.values, kKeyDim, 128);
-  describe(&maps.dstates, a[7], states, n.values, kKeyDim, 128);
+  describe_tokens(&maps.query, n, a[0], n.query_heads * kKeyDim, kLoaded);
+  describe_tokens(&maps.key, n, a[1], n.key_heads * kKeyDim, kLoaded);
+  describe_tokens(&maps.gates, n, a[8], 2 * keys, gates_tile(kBlockChannels));
+  describe_tokens(&maps.writes, n, a[3], call.beta ? values : n.value_heads * n.values, kLoaded);
+  describe_tokens(&maps.cotangent, n, a[4], values, kLoaded);
+  describe_tokens(&maps.dwrites, n, a[5], values, kLoaded);
+  describe(&maps.states, a[6], states, n.values, kKeyDim, kLoaded);
+  describe(&maps.dstates, a[7], states, n.values, kKeyDim, kLoaded);
   if (n.query_heads < n.heads) call.dquery = static_cast<float*>(a[10]);
   if (n.key_heads < n.heads) call.dkey = static_cast<float*>(a[11]);
-  describe(&maps.dquery, a[10], n.batch, n.tokens, keys, 128, 16);
-  describe(&maps.dkey, a[11], n.batch, n.tokens, keys, 128, 16);
+  describe_tokens(&maps.dquery, n, a[10], keys, kStored);
+  describe_tokens(&maps.dkey, n, a[11], keys, kStored);
   for (int block = 0; block < 2 * states; ++block) {
     with_constant(n.values == 128, [&](auto wide) {
       with_constant(call.beta, [&](auto delta) {

@@ -25,6 +25,7 @@
 #define __grid_constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __CUDA_ARCH__ 900
 
 struct uint2 { uint32_t x, y; };
@@ -131,13 +132,18 @@ inline void run_thread() {
   yield();
 }
 
+// Complains unless memory is that of an array.
+inline void check_read(const char* from, int bytes) {
+  bool known = false;
+  for (const auto& [start, size] : arrays) known |= from >= start && from + bytes <= start + size;
+  if (!known) complain("a copy outside of the arrays");
+}
+
 inline void perform(const Copy& copy) {
   if (reinterpret_cast<uintptr_t>(copy.to) % copy.size || (copy.bytes && uintptr_t(copy.from) % copy.size)) {
     complain("a copy is not aligned");
   }
-  bool known = copy.bytes == 0;
-  for (const auto& [start, size] : arrays) known |= copy.from >= start && copy.from + copy.bytes <= start + size;
-  if (!known) complain("a copy reads outside of the arrays");
+  if (copy.bytes) check_read(copy.from, copy.bytes);
   if (copy.bytes < copy.size) std::memset(copy.to, 0, copy.size);
   std::memcpy(copy.to, copy.from, copy.bytes);
 }

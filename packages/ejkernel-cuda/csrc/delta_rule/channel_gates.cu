@@ -45,7 +45,7 @@ ffi::Error channel_prepare(cudaStream_t stream, Bf16 query, Bf16 key, F32 gates,
   call.beta = data_or_null(beta), call.decay = decay->typed_data();
   call.heads = int(heads), call.query_heads = int(q[2]), call.key_heads = int(k[2]);
   PrepareMaps maps;
-  const Tile loaded = {64, kChunkTokens, CU_TENSOR_MAP_SWIZZLE_128B}, stored = {64, 16, CU_TENSOR_MAP_SWIZZLE_128B};
+  const Tile loaded = {64, kChunkTokens, CU_TENSOR_MAP_SWIZZLE_128B}, stored = {64, 16, CU_TENSOR_MAP_SWIZZLE_128B, true};
   const Size all_keys = {heads * kKeyDim, tokens, batch}, all_pairs = {kChunkTokens, kChunkTokens, state_count};
   const char* message = nullptr;
   const auto add = [&message](TensorMap* map, const void* data, const Size& size, const Tile& tile) {
@@ -106,7 +106,7 @@ const char* encode_maps(ChannelMaps* maps, const ChannelCall& call, const Inputs
                         Bf16* states) {
   const int64_t batch = in.decayed_query.dimensions()[0], tokens = call.tokens, heads = call.heads;
   const Tile loaded = {64, kChunkTokens, CU_TENSOR_MAP_SWIZZLE_128B};
-  const Tile rows = {16, kChunkTokens, CU_TENSOR_MAP_SWIZZLE_NONE};
+  const Tile rows = {16, kChunkTokens, CU_TENSOR_MAP_SWIZZLE_NONE, true};
   const Size keys = {heads * kKeyDim, tokens, batch}, values = {heads * call.value_dim, tokens, batch};
   const Size pairs = {kChunkTokens, kChunkTokens, batch * heads * call.chunks};
   const char* message = nullptr;

@@ -56,7 +56,7 @@ ffi::Error channel_token_gradients(cudaStream_t stream, Bf16 query, Bf16 key, Bf
   call.batch = int(batch), call.heads = int(heads);
   call.query_heads = int(q[2]), call.key_heads = int(k[2]), call.value_heads = int(v[2]), call.scale = scale;
   ChannelGradientMaps maps;
-  const Tile loaded = {64, kChunkTokens, CU_TENSOR_MAP_SWIZZLE_128B}, stored = {64, 16, CU_TENSOR_MAP_SWIZZLE_128B};
+  const Tile loaded = {64, kChunkTokens, CU_TENSOR_MAP_SWIZZLE_128B}, stored = {64, 16, CU_TENSOR_MAP_SWIZZLE_128B, true};
   const Size all_values = {heads * values, tokens, batch}, all_states = {kKeyDim, values, batch * heads * chunks};
   const Size all_keys = {heads * kKeyDim, tokens, batch};
   const char* message = nullptr;

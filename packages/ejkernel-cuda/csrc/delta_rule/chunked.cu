@@ -56,7 +56,7 @@ bool describe_call(DeltaCall* call, const Inputs& in, F32& final, float scale, i
 const char* encode_maps(Maps* maps, const DeltaCall& call, const Inputs& in, Bf16* output, Bf16* writes, Bf16* states) {
   const int64_t batch = in.query.dimensions()[0], tokens = call.tokens, values = int64_t(call.heads) * call.value_dim;
   const Tile loaded = {64, kChunkTokens, CU_TENSOR_MAP_SWIZZLE_128B};
-  const Tile rows = {16, kChunkTokens, CU_TENSOR_MAP_SWIZZLE_NONE};
+  const Tile rows = {16, kChunkTokens, CU_TENSOR_MAP_SWIZZLE_NONE, true};
   const char* message = nullptr;
   const auto add = [&](TensorMap* map, const auto& array, int64_t columns, const Tile& tile) {
     if (!message) message = encode_tokens(map, array.untyped_data(), {columns, tokens, batch}, tile);

@@ -59,7 +59,7 @@ ffi::Error delta_rule_group_gradients(cudaStream_t stream, Bf16 query, Bf16 key,
   call.heads = int(heads), call.groups = int(groups);
   call.slices = int(d[2] / groups), call.value_heads = int(v[2]), call.scale = scale;
   GroupGradientMaps maps;
-  const Tile loaded = {64, kChunkTokens, CU_TENSOR_MAP_SWIZZLE_128B}, stored = {64, 16, CU_TENSOR_MAP_SWIZZLE_128B};
+  const Tile loaded = {64, kChunkTokens, CU_TENSOR_MAP_SWIZZLE_128B}, stored = {64, 16, CU_TENSOR_MAP_SWIZZLE_128B, true};
   const Size keys = {groups * kKeyDim, tokens, batch}, all_states = {kKeyDim, values, batch * heads * chunks};
   const char* message = nullptr;
   const auto add = [&message](TensorMap* map, const void* data, const Size& size, const Tile& tile) {

@@ -59,11 +59,11 @@ struct StageTokens {
   int token, rows, mark;
 };
 
-// Copies a chunk's rows of an array [B, T, columns]; those past its tokens are zeros. A map of such an array (handler.cuh)
-// has two dimensions of rows, of which the first ends where a chunk does.
+// Copies a chunk's rows of an array [B, T, columns]; those past its tokens are zeros. A map of such an array
+// (tensor_maps.cuh) has two dimensions of rows, of which the first ends where a chunk does.
 __device__ __forceinline__ void copy_rows(uint32_t to, const TensorMap* map, int column, const Chunk& chunk, int row,
                                           uint32_t barrier) {
-  copy_tile(to, map, column, kChunkTokens - chunk.tokens, chunk.token + chunk.tokens, row, barrier);
+  copy_tile(to, map, column, kLoadedRowsEnd - chunk.tokens, chunk.token + chunk.tokens, row, kLoadedRowsEnd, barrier);
 }
 
 // Stores some of a chunk's rows, from row `first` on; those past the ones it has are not stored.

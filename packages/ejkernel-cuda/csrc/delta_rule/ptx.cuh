@@ -100,6 +100,33 @@ __device__ __forceinline__ void synchronise(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(Threads) : "memory");
 }
 
+// __syncthreads() before a bulk copy overwrites what threads have loaded, of which `last` came last: the barrier alone does
+// not wait for loads whose results are used later, and the copy engine does not queue behind them.
+__device__ __forceinline__ void synchronise_loads(uint32_t last) {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  __syncthreads_or(last != 0);
+}
+
+// A cluster barrier in two steps, which makes the blocks' stores to shared memory visible in the cluster.
+__device__ __forceinline__ void arrive_at_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_cluster() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// The address in the shared memory of a block of the cluster that corresponds to an address of this block's.
+__device__ __forceinline__ uint32_t address_in_block(uint32_t address, int rank) {
+  uint32_t result;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(result) : "r"(address), "r"(rank));
+  return result;
+}
+
+// Stores at such an address.
+__device__ __forceinline__ void store_in_block(uint32_t to, float a, float b, float c, float d) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+
 // Bulk copy of a tile of a three-dimensional array, which signals `barrier` with its bytes.
 __device__ __forceinline__ void copy_tile(uint32_t to, const void* map, int column, int row, int batch,
                                           uint32_t barrier) {
@@ -110,13 +137,13 @@ __device__ __forceinline__ void copy_tile(uint32_t to, const void* map, int colu
       : "memory");
 }
 
-// The same for a four-dimensional array.
+// The same for a five-dimensional array.
 __device__ __forceinline__ void copy_tile(uint32_t to, const void* map, int column, int row, int later_row, int batch,
-                                          uint32_t barrier) {
+                                          int last, uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
-      "[%6];" ::"r"(to),
-      "l"(map), "r"(column), "r"(row), "r"(later_row), "r"(batch), "r"(barrier)
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, "
+      "%6}], [%7];" ::"r"(to),
+      "l"(map), "r"(column), "r"(row), "r"(later_row), "r"(batch), "r"(last), "r"(barrier)
       : "memory");
 }
 

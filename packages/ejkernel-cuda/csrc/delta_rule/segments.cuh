@@ -18,6 +18,7 @@
 namespace ejkernel::delta_rule {
 
 constexpr int kChunkTokens = 64, kKeyDim = 128, kBlockValues = 64;
+constexpr int kLoadedRowsEnd = 1 << 30;  // a coordinate of tensor maps (tensor_maps.cuh)
 constexpr float kMinLog2Gate = -150.0f;  // powers of two, in which exp2 is 0
 constexpr float kVanishedLog2 = -126.0f, kSmallestNormal = 1.17549435e-38f;  // float32's smallest normal number
 

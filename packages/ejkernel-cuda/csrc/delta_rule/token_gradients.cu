@@ -5,28 +5,41 @@
 namespace ejkernel::delta_rule {
 namespace {
 
-template <int V, bool Delta>
-ffi::Error launch(cudaStream_t stream, const TokenGradientCall& call, const TokenGradientMaps& maps, int64_t batch) {
+template <int V, typename Kernel>
+ffi::Error launch(cudaStream_t stream, Kernel kernel, const TokenGradientCall& call, const TokenGradientMaps& maps,
+                  int64_t batch) {
   constexpr int kBytes = GradientLayout<V>::kBytes;
-  const cudaError_t error = cudaFuncSetAttribute(delta_token_gradients_kernel<V, Delta>,
-                                                 cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return kErrors.internal("shared memory", cudaGetErrorString(error));
   const int64_t blocks = batch * call.heads * call.chunks;
-  delta_token_gradients_kernel<V, Delta><<<int(blocks), kGradientThreads, kBytes, stream>>>(call, maps);
+  kernel<<<int(blocks), kGradientThreads, kBytes, stream>>>(call, maps);
   return kErrors.check("launch", cudaGetLastError());
 }
 
+template <int V>
+ffi::Error launch(cudaStream_t stream, const TokenGradientCall& call, const TokenGradientMaps& maps, int64_t batch,
+                  bool in_pairs) {
+  const auto kernel = call.beta == nullptr ? delta_token_gradients_kernel<V, false>
+                      : in_pairs           ? delta_pair_gradients_kernel<V>
+                                           : delta_token_gradients_kernel<V, true>;
+  return launch<V>(stream, kernel, call, maps, batch);
+}
+
 // Queries, keys, values, the tokens' writes, the gradients of output and writes [B, T, heads, channels]; states and
-// their gradients [B, H, chunks, V, K]. Gradients of queries or keys that heads share are stored per head, in float32.
-// Without the delta rule the writes are the values, and beta, dV and dbeta are empty arrays.
+// their gradients [B, H, chunks, V, K]. Gradients of queries or keys that heads share are stored per head, in float32, or
+// with the delta rule per pair of heads, in bfloat16 if only these share them. Without the delta rule the writes are the
+// values, and beta, dV and dbeta are empty arrays.
 ffi::Error delta_rule_token_gradients(cudaStream_t stream, Bf16 query, Bf16 key, Bf16 value, Bf16 writes,
                                       Bf16 cotangent, Bf16 dwrites, Bf16 states, Bf16 dstates, F32 gates, F32 beta, S32 table,
                                       ffi::Result<ffi::AnyBuffer> dquery, ffi::Result<ffi::AnyBuffer> dkey,
                                       ffi::Result<Bf16> dvalue, ffi::Result<F32> dgates, ffi::Result<F32> dbeta,
                                       float scale) {
   if (cotangent.element_count() == 0) return ffi::Error::Success();
-  const auto q = query.dimensions(), k = key.dimensions(), v = value.dimensions(), c = cotangent.dimensions();
-  if (q.size() != 4 || k.size() != 4 || v.size() != 4 || c.size() != 4) return kErrors.invalid_shapes();
+  const auto q = query.dimensions(), k = key.dimensions(), v = value.dimensions(), c = cotangent.dimensions(),
+             d = dquery->dimensions();
+  if (q.size() != 4 || k.size() != 4 || v.size() != 4 || c.size() != 4 || d.size() != 4) {
+    return kErrors.invalid_shapes();
+  }
   const int64_t batch = c[0], tokens = c[1], heads = c[2], values = c[3];
   TokenGradientCall call{};
   if (!set_chunks(&call, table, batch, tokens)) return kErrors.invalid_shapes();
@@ -36,14 +49,17 @@ ffi::Error delta_rule_token_gradients(cudaStream_t stream, Bf16 query, Bf16 key,
   };
   const auto has_size = [](const auto& x, int64_t size) { return count(x) == size; };
   const bool has_delta = beta.element_count() != 0;
-  const int64_t head_tokens = batch * tokens * heads;
+  const int64_t head_tokens = batch * tokens * heads, gradient_size = batch * tokens * d[2] * kKeyDim;
+  const bool in_pairs = 2 * d[2] == heads;
+  const auto has_pairs = [=](int64_t field_heads) { return d[2] % field_heads == 0; };
   if (!belongs(q, kKeyDim) || !belongs(k, kKeyDim) || !belongs(v, values) || (values != 64 && values != 128) ||
       !has_size(writes, has_delta ? count(cotangent) : count(value)) ||
       !has_size(dwrites, count(cotangent)) || !has_size(*dvalue, has_delta ? count(cotangent) : 0) ||
       !has_size(states, batch * heads * chunks * state_size) || !has_size(dstates, count(states)) ||
       !has_size(beta, has_delta ? head_tokens : 0) || !has_size(*dbeta, count(beta)) ||
       (gates.element_count() != 0 && (!has_size(gates, head_tokens) || !has_size(*dgates, head_tokens))) ||
-      !has_size(*dquery, head_tokens * kKeyDim) || !has_size(*dkey, head_tokens * kKeyDim)) {
+      !(in_pairs ? has_delta && has_pairs(q[2]) && has_pairs(k[2]) : d[2] == heads) ||
+      !has_size(*dquery, gradient_size) || !has_size(*dkey, gradient_size)) {
     return kErrors.invalid_shapes();
   }
   const auto float_or_null = [](auto& x) {
@@ -57,9 +73,9 @@ ffi::Error delta_rule_token_gradients(cudaStream_t stream, Bf16 query, Bf16 key,
   call.heads = int(heads);
   call.query_heads = int(q[2]), call.key_heads = int(k[2]), call.value_heads = int(v[2]), call.scale = scale;
   TokenGradientMaps maps;
-  const Tile loaded = {64, kChunkTokens, CU_TENSOR_MAP_SWIZZLE_128B}, stored = {64, 16, CU_TENSOR_MAP_SWIZZLE_128B};
+  const Tile loaded = {64, kChunkTokens, CU_TENSOR_MAP_SWIZZLE_128B}, stored = {64, 16, CU_TENSOR_MAP_SWIZZLE_128B, true};
   const Size all_values = {heads * values, tokens, batch}, all_states = {kKeyDim, values, batch * heads * chunks};
-  const Size all_keys = {heads * kKeyDim, tokens, batch};
+  const Size all_keys = {d[2] * kKeyDim, tokens, batch};
   const char* message = nullptr;
   const auto add = [&message](TensorMap* map, const void* data, const Size& size, const Tile& tile) {
     if (!message) message = encode(map, data, size, tile);
@@ -77,10 +93,8 @@ ffi::Error delta_rule_token_gradients(cudaStream_t stream, Bf16 query, Bf16 key,
   if (!call.dquery) add_tokens(&maps.dquery, dquery->untyped_data(), all_keys, stored);
   if (!call.dkey) add_tokens(&maps.dkey, dkey->untyped_data(), all_keys, stored);
   if (message) return kErrors.internal("tensor map", message);
-  if (values == 64) {
-    return has_delta ? launch<64, true>(stream, call, maps, batch) : launch<64, false>(stream, call, maps, batch);
-  }
-  return has_delta ? launch<128, true>(stream, call, maps, batch) : launch<128, false>(stream, call, maps, batch);
+  return values == 64 ? launch<64>(stream, call, maps, batch, in_pairs)
+                      : launch<128>(stream, call, maps, batch, in_pairs);
 }
 
 }  // namespace

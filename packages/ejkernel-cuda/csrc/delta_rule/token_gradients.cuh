@@ -8,7 +8,8 @@
 //   dG = <dQ, Q> - beta <W, K> - <dU, K>, and of the last token also <S after the chunk, dS>
 // Without the delta rule X = V, and R, W and dY are 0. The gradient of a gate is the sum of dG from its token to the chunk's end.
 //
-// A block is one warpgroup, and two of them share a multiprocessor: one computes while the other one loads.
+// A block is one warpgroup, and two of them share a multiprocessor: one computes while the other one loads. Where two heads
+// share queries and keys, their blocks can be a cluster, which adds up their dQ and dK: each block has half of the channels.
 #pragma once
 
 #include "delta_rule/pairs.cuh"
@@ -22,7 +23,8 @@ struct TokenGradientCall {
   const float *gates, *beta;  // [B, T, H]; no gates: null
   const __nv_bfloat16* value;  // [B, T, value heads, V]; like beta, dV and dbeta only with the delta rule
   __nv_bfloat16* dvalue;  // [B, T, H, V]
-  float *dquery, *dkey;  // [B, T, H, K] where heads share queries or keys, else null: maps have them
+  // [B, T, H, K] where heads share queries or keys, else null: maps have them. Of pairs of heads, [B, T, H / 2, K]
+  float *dquery, *dkey;
   float *dgates, *dbeta;  // [B, T, H]
   const Chunk* table;  // as in DeltaCall
   int tokens, chunks, heads, query_heads, key_heads, value_heads;
@@ -46,9 +48,11 @@ struct GradientLayout {
   static_assert(2 * (kBytes + 1024) <= 228 * 1024, "two blocks share a multiprocessor");
 };
 
-template <int V, bool Delta>
+template <int V, bool Delta, bool InPairs = false>
 struct TokenGradients {
   using L = GradientLayout<V>;
+  static constexpr int kTiles = InPairs ? 8 : 16;  // of 8 channels of dQ and dK that a block stores
+  static constexpr int kWarpBytes = InPairs ? 4096 : 2048;  // of a warp's 16 rows of 64 channels, in float32 before
   static constexpr int kSteps = V / 16, kStateLoads = L::kStateBytes / (kGradientThreads * 16);
   const TokenGradientCall& call;
   const TokenGradientMaps& maps;
@@ -177,6 +181,7 @@ struct TokenGradients {
     commit_products();
     wait_for_products<0>(pairs);
     wait_for_products<0, 16>(dquery);
+    if constexpr (InPairs) arrive_at_cluster();
     decay_pairs<true>(pairs, call.scale);
     pack_pairs(scores, pairs);
     scale_rows(dquery, call.scale * exp2_fast(sums[0]), call.scale * exp2_fast(sums[1]));
@@ -192,18 +197,20 @@ struct TokenGradients {
     } else {
       wait_for_products<0, 16>(dquery);
     }
-    __syncthreads();  // all warps have read the output's gradient
+    synchronise_blocks();  // all warps have read the output's gradient
     multiply_and_sum(dgate_sums, dquery, L::kQuery);
     store_gradient(dquery, &maps.dquery, call.dquery, L::kCotangent);
     if constexpr (Delta) {
       wait_for_products<0>(pairs);
       wait_for_products<0, 16>(reads);
     }
+    uint32_t last_piece = 0;
     if (call.gates != nullptr) {
 #pragma unroll
       for (int i = 0; i < kStateLoads; ++i) states[i] = state_piece(i);
+      last_piece = states[kStateLoads - 1].w;
     }
-    __syncthreads();  // all warps have read the state
+    synchronise_loads(last_piece);  // all warps have read the state
     if (thread == 0) {
       arrive_and_expect(barrier(2), L::kStateBytes);
       load_state(&maps.dstates, 2);
@@ -246,6 +253,7 @@ struct TokenGradients {
     fence_shared_stores();
     uint32_t writes[kSteps][4];
     load_decayed_writes(writes);
+    if constexpr (InPairs) arrive_at_cluster();
     float dkey[16][4] = {};
     __syncthreads();
     wait_for_phase(barrier(2), 0);
@@ -283,7 +291,17 @@ struct TokenGradients {
 #pragma unroll
       for (int i = 0; i < 64; ++i) dkey[i / 4][i % 4] += reads[i / 4][i % 4];
     }
+    if constexpr (InPairs) wait_for_cluster();  // all warps of both blocks have read the writes
     store_gradient(dkey, &maps.dkey, call.dkey, L::kWrites);
+  }
+
+  // Waits for the warps of the block, or of a pair's, which have arrived before.
+  static __device__ __forceinline__ void synchronise_blocks() {
+    if constexpr (InPairs) {
+      wait_for_cluster();
+    } else {
+      __syncthreads();
+    }
   }
 
   // pairs = C X^T and products = C S^T of the tokens' gradients C; not committed.
@@ -343,32 +361,70 @@ struct TokenGradients {
     }
   }
 
+  // Adds up the gradients of a pair's heads, through `offset` of both blocks: this block has the sums of half of the channels.
+  __device__ __forceinline__ void add_other_head(float (&sums)[8][4], const float (&d)[16][4], int offset) const {
+    const bool second = head % 2 == 1;
+    const int at = offset + warp * kWarpBytes + lane * 16;
+    const uint32_t to = address_in_block(shared + at, second ? 0 : 1);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      float other[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        sums[i][j] = second ? d[8 + i][j] : d[i][j];
+        other[j] = second ? d[i][j] : d[8 + i][j];
+      }
+      store_in_block(to + i * 512, other[0], other[1], other[2], other[3]);
+    }
+    arrive_at_cluster();
+    wait_for_cluster();
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float4 x = *reinterpret_cast<const float4*>(memory + at + i * 512);
+      sums[i][0] += x.x, sums[i][1] += x.y, sums[i][2] += x.z, sums[i][3] += x.w;
+    }
+    __syncwarp();  // all lanes have read what the stored rows overwrite
+  }
+
   // Stores a warp's 16 rows of the gradient of queries or keys, through `offset`, of which other warps read other rows.
   __device__ __forceinline__ void store_gradient(const float (&d)[16][4], const TensorMap* map, float* array,
                                                  int offset) const {
+    if constexpr (InPairs) {
+      float sums[8][4];
+      add_other_head(sums, d, offset);
+      store_columns(sums, map, array, offset);
+    } else {
+      store_columns(d, map, array, offset);
+    }
+  }
+
+  __device__ __forceinline__ void store_columns(const float (&d)[kTiles][4], const TensorMap* map, float* array,
+                                                int offset) const {
     if (array != nullptr) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int at = warp * 16 + g + i * 8;
         if (!is_stored(at)) continue;
-        float2* const to = reinterpret_cast<float2*>(array + token_index(at) * kKeyDim) + t;
+        // Heads and halves of channels of a pair follow each other as heads do.
+        float2* const to = reinterpret_cast<float2*>(array + token_index(at) * (kTiles * 8)) + t;
 #pragma unroll
-        for (int tile = 0; tile < 16; ++tile) to[tile * 4] = {d[tile][2 * i], d[tile][2 * i + 1]};
+        for (int tile = 0; tile < kTiles; ++tile) to[tile * 4] = {d[tile][2 * i], d[tile][2 * i + 1]};
       }
       return;
     }
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      store_matrices(shared + offset + i / 4 * kTileBytes + block_row(warp * 16, i % 4 * 2, lane),
+    for (int i = 0; i < kTiles / 2; ++i) {
+      store_matrices(shared + offset + (InPairs ? warp * kWarpBytes : 0) + i / 4 * kTileBytes +
+                         block_row(InPairs ? 0 : warp * 16, i % 4 * 2, lane),
                      pack(d[2 * i][0], d[2 * i][1]), pack(d[2 * i][2], d[2 * i][3]),
                      pack(d[2 * i + 1][0], d[2 * i + 1][1]), pack(d[2 * i + 1][2], d[2 * i + 1][3]));
     }
     fence_shared_stores();
     __syncwarp();
     if (lane == 0) {
-      for (int i = 0; i < 2; ++i) {
-        store_chunk_rows(map, head * kKeyDim + i * 64, span(), warp * 16, row,
-                         shared + offset + i * kTileBytes + warp * 16 * 128);
+      for (int i = 0; i < kTiles / 8; ++i) {
+        store_chunk_rows(map, head * kTiles * 8 + i * 64, span(), warp * 16, row,
+                         shared + offset + i * kTileBytes + warp * kWarpBytes);
       }
     }
   }
@@ -479,6 +535,17 @@ __global__ void __launch_bounds__(kGradientThreads, 2)
 #if __CUDA_ARCH__ == 900
   extern __shared__ __align__(1024) char memory[];
   TokenGradients<V, Delta> gradients(call, maps, memory);
+  gradients.run();
+#endif
+}
+
+// The same with the delta rule, for pairs of heads that share queries and keys.
+template <int V>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kGradientThreads, 2)
+    delta_pair_gradients_kernel(const TokenGradientCall call, const __grid_constant__ TokenGradientMaps maps) {
+#if __CUDA_ARCH__ == 900
+  extern __shared__ __align__(1024) char memory[];
+  TokenGradients<V, true, true> gradients(call, maps, memory);
   gradients.run();
 #endif
 }

@@ -1,6 +1,8 @@
 // Stands in for csrc/delta_rule/ptx.cuh: what its instructions do.
 #pragma once
 
+#include <cuda.h>
+
 #include <map>
 
 #include "common/tensor_core.cuh"
@@ -123,74 +125,101 @@ void synchronise(int id) {
   barrier.wait();
 }
 
-// Stands in for a tensor map: [batch, rows, columns] in bfloat16, and tiles, whose rows are swizzled if they have 128
-// bytes.
-struct Array {
-  char* numbers;
-  int batch, rows, row_bytes, tile_bytes, tile_rows;
+// What each thread has seen of the cluster's barrier when it arrived.
+inline std::map<device::Thread*, unsigned> cluster_generations;
 
-  int offset(int row, int byte) const { return row * tile_bytes + (tile_bytes == 128 ? byte ^ row % 8 * 16 : byte); }
+inline void synchronise_loads(uint32_t) { __syncthreads(); }
+
+inline void arrive_at_cluster() {
+  cluster_generations[device::current] = device::cluster.generation;
+  device::cluster.arrive();
+}
+inline void wait_for_cluster() {
+  while (device::cluster.generation == cluster_generations[device::current]) device::yield();
+}
+inline uint32_t address_in_block(uint32_t address, int rank) { return (address & 0xFFFFFF) | rank << 24; }
+inline void store_in_block(uint32_t to, float a, float b, float c, float d) {
+  const float4 x{a, b, c, d};
+  std::memcpy(device::blocks[to >> 24]->shared + (to & 0xFFFFFF), &x, 16);
+}
+
+// A tile of a tensor map: where its pieces of 16 bytes are, and which of them exist. The coordinate of a column, of a
+// row and others.
+template <int Rank>
+struct TileOf {
+  CUtensorMap map;
+  int coordinates[Rank];
+
+  TileOf(const void* m, const int (&c)[Rank]) : map(*static_cast<const CUtensorMap*>(m)) {
+    std::memcpy(coordinates, c, sizeof(c));
+    if (map.rank != Rank) device::complain("a tensor map of another rank");
+  }
+  int row_bytes() const { return map.columns * 2; }
+  int offset(int row, int byte) const { return row * row_bytes() + (map.is_swizzled ? byte ^ row % 8 * 16 : byte); }
+  bool is_inside(int row, int byte) const {
+    for (int i = 0; i < Rank; ++i) {
+      const int64_t at = coordinates[i] + (i == 0 ? byte / 2 : i == 1 ? row : 0);
+      if (at < 0 || at >= int64_t(map.sizes[i])) return false;
+    }
+    return true;
+  }
+  // The address of a piece, modulo 2^64; relative to the tile, that of the map's first tile.
+  char* address(int row, int byte, bool relative = false) const {
+    uint64_t at = reinterpret_cast<uint64_t>(map.first) + byte + row * map.strides[0];
+    if (!relative) at += coordinates[0] * 2;
+    for (int i = 1; i < Rank && !relative; ++i) at += coordinates[i] * map.strides[i - 1];
+    return reinterpret_cast<char*>(at);
+  }
 };
 
-inline void copy_tile(uint32_t to, const void* map, int column, int row, int batch, uint32_t barrier) {
-  const Array array = *static_cast<const Array*>(map);
-  if (to % 1024 || array.row_bytes % 16) device::complain("a tile is not aligned");
+template <int Rank>
+void copy_box(uint32_t to, const TileOf<Rank>& tile, uint32_t barrier) {
+  if (to % (tile.map.is_swizzled ? 1024 : 128) || tile.map.strides[0] % 16) device::complain("a tile is not aligned");
   device::current->block->bulk_copies.push_back([=] {
-    for (int i = 0; i < array.tile_rows * array.tile_bytes; i += 16) {
-      const int r = i / array.tile_bytes, at = i % array.tile_bytes;
-      const bool inside = row + r < array.rows && column * 2 + at < array.row_bytes && batch < array.batch;
-      const int64_t from = inside ? (int64_t(batch) * array.rows + row + r) * array.row_bytes + column * 2 + at : 0;
-      device::perform({address_of(to + array.offset(r, at)), array.numbers + from, inside ? 16 : 0, 16});
+    for (int i = 0; i < int(tile.map.rows) * tile.row_bytes(); i += 16) {
+      const int r = i / tile.row_bytes(), at = i % tile.row_bytes();
+      const bool inside = tile.is_inside(r, at);
+      // What is not inside is read too, of the map's first tile, and then replaced by zeros.
+      if (!inside) device::check_read(tile.address(r, at, true), 16);
+      device::perform({address_of(to + tile.offset(r, at)), tile.address(r, at), inside ? 16 : 0, 16});
     }
-    arrive_bytes(barrier, array.tile_rows * array.tile_bytes);
+    arrive_bytes(barrier, tile.map.rows * tile.row_bytes());
   });
 }
 
-// Of an array whose rows are the sum of two coordinates, less 64, and of which the first one ends at 64.
-inline void copy_tile(uint32_t to, const void* map, int column, int first, int later_row, int batch, uint32_t barrier) {
-  const Array array = *static_cast<const Array*>(map);
-  if (to % 1024 || array.row_bytes % 16) device::complain("a tile is not aligned");
-  device::current->block->bulk_copies.push_back([=] {
-    for (int i = 0; i < array.tile_rows * array.tile_bytes; i += 16) {
-      const int r = i / array.tile_bytes, at = i % array.tile_bytes, row = first + later_row - 64 + r;
-      const bool inside = first + r < 64 && column * 2 + at < array.row_bytes && batch < array.batch;
-      if (inside && (row < 0 || row >= array.rows)) device::complain("a row outside of its array");
-      const int64_t from = inside ? (int64_t(batch) * array.rows + row) * array.row_bytes + column * 2 + at : 0;
-      device::perform({address_of(to + array.offset(r, at)), array.numbers + from, inside ? 16 : 0, 16});
-    }
-    arrive_bytes(barrier, array.tile_rows * array.tile_bytes);
-  });
+inline void copy_tile(uint32_t to, const void* map, int column, int row, int batch, uint32_t barrier) {
+  copy_box<3>(to, {map, {column, row, batch}}, barrier);
+}
+inline void copy_tile(uint32_t to, const void* map, int column, int row, int later_row, int batch, int last,
+                      uint32_t barrier) {
+  copy_box<5>(to, {map, {column, row, later_row, batch, last}}, barrier);
 }
 
 // Stores that this thread has still to wait for.
 inline std::map<device::Thread*, std::vector<std::function<void()>>> stores;
 
-inline void store_tile(const void* map, int column, int row, int batch, uint32_t from) {
-  const Array array = *static_cast<const Array*>(map);
-  if (array.tile_bytes == 128 && from % 1024) device::complain("a tile is not aligned");
+template <int Rank>
+void store_box(const TileOf<Rank>& tile, uint32_t from) {
+  if (tile.map.is_swizzled && from % 1024) device::complain("a tile is not aligned");
+  for (int coordinate : tile.coordinates) {
+    if (coordinate < 0) device::complain("a negative coordinate of a store");
+  }
   stores[device::current].push_back([=] {
-    for (int r = 0; r < array.tile_rows; ++r) {
-      if (row + r >= array.rows) continue;
-      char* const to = array.numbers + (int64_t(batch) * array.rows + row + r) * array.row_bytes + column * 2;
-      for (int at = 0; at < array.tile_bytes; at += 16) {
-        std::memcpy(to + at, address_of(from + array.offset(r, at)), 16);
+    for (int r = 0; r < int(tile.map.rows); ++r) {
+      for (int at = 0; at < tile.row_bytes(); at += 16) {
+        if (!tile.is_inside(r, at)) continue;
+        device::check_read(tile.address(r, at), 16);
+        std::memcpy(tile.address(r, at), address_of(from + tile.offset(r, at)), 16);
       }
     }
   });
 }
-inline void store_tile(const void* map, int column, int first, int later_row, int batch, uint32_t from) {
-  const Array array = *static_cast<const Array*>(map);
-  if (array.tile_bytes == 128 && from % 1024) device::complain("a tile is not aligned");
-  stores[device::current].push_back([=] {
-    for (int r = 0; r < array.tile_rows && first + r < 64; ++r) {
-      const int row = first + later_row - 64 + r;
-      if (row < 0 || row >= array.rows) device::complain("a row outside of its array");
-      char* const to = array.numbers + (int64_t(batch) * array.rows + row) * array.row_bytes + column * 2;
-      for (int at = 0; at < array.tile_bytes; at += 16) {
-        std::memcpy(to + at, address_of(from + array.offset(r, at)), 16);
-      }
-    }
-  });
+
+inline void store_tile(const void* map, int column, int row, int batch, uint32_t from) {
+  store_box<3>({map, {column, row, batch}}, from);
+}
+inline void store_tile(const void* map, int column, int row, int later_row, int batch, uint32_t from) {
+  store_box<4>({map, {column, row, later_row, batch}}, from);
 }
 inline void wait_for_stores() {
   for (const auto& store : stores[device::current]) store();

@@ -11,10 +11,10 @@ from ejkernel.ops.params import Direction
 from ejkernel_cuda.delta_rule.plan import VALUE_CHANNELS_PER_BLOCK
 from ejkernel_cuda.requirements import cuda_requires
 
-HANDLED_FIELDS = frozenset({"decay", "beta", "initial_state"})
+HANDLED_FIELDS = frozenset({"decay", "beta", "initial_state", "cu_seqlens", "sequence_state"})
 """Optional fields that the kernels honour."""
 
-DIFFERENTIABLE_FIELDS = HANDLED_FIELDS | {"query", "key", "value"}
+DIFFERENTIABLE_FIELDS = (HANDLED_FIELDS - {"cu_seqlens"}) | {"query", "key", "value"}
 
 KEY_DIM = 128
 """The key dimension that the kernels are compiled for."""

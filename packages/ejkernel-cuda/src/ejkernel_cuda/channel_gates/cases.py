@@ -8,7 +8,13 @@ from ejkernel.modules.operations.cases.recurrence import RecurrenceSizes, Row, g
 from ejkernel.modules.operations.gated_linear_attention import GLAttentionArguments
 from ejkernel.modules.operations.kernel_delta_attention import KernelDeltaAttentionArguments
 from ejkernel.ops.model import Case
-from ejkernel_cuda.delta_rule.cases import DEFAULT_SIZES, LONG_SIZES, with_short_queries
+from ejkernel_cuda.delta_rule.cases import DEFAULT_SIZES, LONG_SIZES, PACKED_SIZES, packed_inputs, with_short_queries
+
+
+def _packed_beta_and_decay(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
+    """Returns packed sequences with states, beta and a decay for each key channel."""
+    others, decay = jax.random.split(key)
+    return packed_inputs(others, sizes, "beta") | {"decay": log_gate(decay, sizes.shape("gk"))}
 
 
 def _beta_decay_and_state(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
@@ -27,6 +33,13 @@ _DELTA_CASES: tuple[Row, ...] = (
         (),
     ),
     (
+        "CUDA chunks of packed sequences, decay of channels",
+        RecurrenceSizes(h=2, g=2, v=64, **PACKED_SIZES),
+        _packed_beta_and_decay,
+        ("beta", "decay", "cu_seqlens", "sequence_state"),
+        (),
+    ),
+    (
         "CUDA chunks in segments, decay of channels",
         RecurrenceSizes(h=2, g=2, v=64, **LONG_SIZES),
         _beta_decay_and_state,
@@ -40,6 +53,13 @@ _CASES: tuple[Row, ...] = (
         RecurrenceSizes(t=200, h=2, g=2, v=128, **DEFAULT_SIZES),
         gate_maker("gate of channels", "initial_state", return_state=True),
         ("decay", "initial_state"),
+        (),
+    ),
+    (
+        "CUDA chunks of packed sequences, gates of channels",
+        RecurrenceSizes(h=2, g=2, v=64, **PACKED_SIZES),
+        lambda key, sizes: packed_inputs(key, sizes, "gate of channels"),
+        ("decay", "cu_seqlens", "sequence_state"),
         (),
     ),
     (

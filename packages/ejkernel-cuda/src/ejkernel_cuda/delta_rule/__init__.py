@@ -10,20 +10,18 @@ from ejkernel.ops.device import DeviceInfo, current_device
 from ejkernel.ops.params import Direction
 from ejkernel_cuda.delta_rule.plan import VALUE_CHANNELS_PER_BLOCK, num_scan_blocks
 from ejkernel_cuda.requirements import cuda_requires
+from ejkernel_cuda.split_values import gradient_value_reasons
 
-HANDLED_FIELDS = frozenset({"decay", "initial_state"})
+HANDLED_FIELDS = frozenset({"decay", "initial_state", "cu_seqlens", "sequence_state"})
 """Optional fields that the kernels honour, next to beta."""
 
 HANDLED_FIELDS_WITHOUT_DELTA = HANDLED_FIELDS | {"dt", "skip", "transposed_states"}
 """Optional fields that the kernels honour without the delta rule."""
 
-DIFFERENTIABLE_FIELDS = HANDLED_FIELDS | {"query", "key", "value"}
+DIFFERENTIABLE_FIELDS = (HANDLED_FIELDS - {"cu_seqlens"}) | {"query", "key", "value"}
 
 KEY_DIM = 128
 """The key dimension that the kernel is compiled for."""
-
-VALUE_DIMS_WITH_GRADIENTS = (64, 128)
-"""The value dimensions that the backward kernel is compiled for."""
 
 MAX_SHORT_ROW_TOKENS, MIN_BUSY_BLOCKS = 8192, 48
 """With the delta rule and no decay all blocks begin with the row: with 32 of them a row of 8192 tokens takes 0.261 ms
@@ -54,9 +52,7 @@ def _refusal_reasons(record: LinearRecurrence) -> Iterable[str]:
 def _gradient_refusal_reasons(record: LinearRecurrence) -> Iterable[str]:
     """Yields the reasons why the backward kernels cannot serve a record."""
     yield from _refusal_reasons(record)
-    if record.value.shape[3] not in VALUE_DIMS_WITH_GRADIENTS:
-        wants = " and ".join(map(str, VALUE_DIMS_WITH_GRADIENTS))
-        yield f"value: got head dimension {record.value.shape[3]}, the kernels of gradients want {wants}"
+    yield from gradient_value_reasons(record)
     queries, keys = record.query.shape[2], record.key.shape[2]
     if queries != keys and not (record.dt is None and record.skip is None):
         yield f"key: got {keys} heads and {queries} of queries, the gradients of dt and skip want the same number"

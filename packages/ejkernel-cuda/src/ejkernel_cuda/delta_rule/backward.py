@@ -23,9 +23,11 @@ from ejkernel_cuda.delta_rule.plan import (
     segment_results,
 )
 from ejkernel_cuda.library import register_handler
+from ejkernel_cuda.split_values import backward_with_split_values
 
 
 @backward_with_plain_states
+@backward_with_split_values
 def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
     """Returns the gradients of the requested fields of a record.
 
@@ -81,6 +83,12 @@ def shares_queries_and_keys(record: LinearRecurrence) -> bool:
     return groups < heads or record.dt is not None or record.skip is not None
 
 
+def sums_pairs_of_heads(record: LinearRecurrence) -> bool:
+    """Returns whether the delta rule's kernel of gradients adds up those of queries and keys over pairs of heads."""
+    heads = num_state_heads(record)
+    return record.beta is not None and all(heads // x.shape[2] % 2 == 0 for x in (record.query, record.key))
+
+
 def num_head_slices(record: LinearRecurrence) -> int:
     """Returns the number of slices that the heads of a group are split into, each computed by one block: the number for
     which the last block ends earliest, if a head and a block's constant work take one unit of time each.
@@ -132,20 +140,22 @@ def _token_gradients(
     dstates: jax.Array,
 ) -> dict[str, jax.Array]:
     """Returns the gradients of queries, keys and gates, and with the delta rule of values and beta; all of them per
-    head of the call, those of queries and keys in float32 where heads share them.
+    head of the call, but those of queries and keys per pair of heads where pairs share both, and in float32 where more
+    heads do.
     """
     gates, beta = gates_and_beta(record)
     (rows, tokens, heads, _), keys, has_delta = cotangent.shape, record.query.shape[3], record.beta is not None
+    stored_heads = heads // 2 if sums_pairs_of_heads(record) else heads
 
-    def per_head(field: jax.Array) -> jax.ShapeDtypeStruct:
-        dtype = field.dtype if field.shape[2] == heads else jnp.float32
-        return jax.ShapeDtypeStruct((rows, tokens, heads, keys), dtype)
+    def per_stored_head(field: jax.Array) -> jax.ShapeDtypeStruct:
+        dtype = field.dtype if field.shape[2] == stored_heads else jnp.float32
+        return jax.ShapeDtypeStruct((rows, tokens, stored_heads, keys), dtype)
 
     call = jax.ffi.ffi_call(
         register_handler("ejkernel_delta_rule_token_gradients"),
         (
-            per_head(record.query),
-            per_head(record.key),
+            per_stored_head(record.query),
+            per_stored_head(record.key),
             jax.ShapeDtypeStruct(cotangent.shape if has_delta else (0,), record.value.dtype),
             jax.ShapeDtypeStruct(gates.shape, jnp.float32),
             jax.ShapeDtypeStruct(beta.shape, jnp.float32),

@@ -17,8 +17,18 @@ from ejkernel.ops.model import Case
 
 DEFAULT_SIZES: dict[str, Any] = {"k": 128, "dtype": jnp.bfloat16}
 
+PACKED_CU_SEQLENS = (0, 0, 80, 150, 150, 210, 290)
+"""Sequences with fewer tokens than a chunk and with more, two that are empty, and padding tokens after the last."""
+
+PACKED_SIZES: dict[str, Any] = {"b": 1, "t": 300, "n": len(PACKED_CU_SEQLENS) - 1, **DEFAULT_SIZES}
 LONG_SIZES: dict[str, Any] = {"b": 1, "t": 1100, **DEFAULT_SIZES}
 """A row that is split into segments."""
+
+
+def packed_inputs(key: jax.Array, sizes: RecurrenceSizes, *names: str) -> dict[str, Any]:
+    """Returns the named arguments and a state for each packed sequence."""
+    make = gate_maker(*names, "initial_state", return_state=True, cu_seqlens=jnp.array(PACKED_CU_SEQLENS, jnp.int32))
+    return make(key, sizes)
 
 
 _CASES: tuple[Row, ...] = (
@@ -37,6 +47,20 @@ _CASES: tuple[Row, ...] = (
         ("awkward",),
     ),
     (
+        "CUDA chunks, 256 value channels, decay of heads",
+        RecurrenceSizes(t=130, h=2, g=1, v=256, **DEFAULT_SIZES),
+        gate_maker("beta", "decay", "initial_state", return_state=True),
+        ("beta", "decay", "initial_state"),
+        (),
+    ),
+    (
+        "CUDA chunks of packed sequences, decay of heads",
+        RecurrenceSizes(h=2, g=2, v=64, **PACKED_SIZES),
+        lambda key, sizes: packed_inputs(key, sizes, "beta", "decay"),
+        ("beta", "decay", "cu_seqlens", "sequence_state"),
+        (),
+    ),
+    (
         "CUDA chunks in segments, decay of heads",
         RecurrenceSizes(h=2, g=2, v=64, **LONG_SIZES),
         gate_maker("beta", "decay", "initial_state", return_state=True),
@@ -51,6 +75,13 @@ _GATED_CASES: tuple[Row, ...] = (
         RecurrenceSizes(t=200, h=4, g=2, v=64, **DEFAULT_SIZES),
         gate_maker("g", "initial_state", return_state=True),
         ("decay", "initial_state"),
+        (),
+    ),
+    (
+        "CUDA chunks of packed sequences, gate of heads",
+        RecurrenceSizes(h=2, g=2, v=64, **PACKED_SIZES),
+        lambda key, sizes: packed_inputs(key, sizes, "g"),
+        ("decay", "cu_seqlens", "sequence_state"),
         (),
     ),
     (

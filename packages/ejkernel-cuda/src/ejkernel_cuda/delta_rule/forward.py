@@ -23,6 +23,7 @@ from ejkernel_cuda.delta_rule.plan import (
     starting_states,
 )
 from ejkernel_cuda.library import register_handler
+from ejkernel_cuda.split_values import forward_with_split_values
 
 
 class DeltaResiduals(NamedTuple):
@@ -38,6 +39,7 @@ class DeltaResiduals(NamedTuple):
 
 
 @forward_with_plain_states
+@forward_with_split_values
 def forward(
     record: LinearRecurrence, config: Any
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[()], DeltaResiduals | None]:

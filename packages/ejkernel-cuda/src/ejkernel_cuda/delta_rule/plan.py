@@ -78,7 +78,7 @@ def chunk_table(record: LinearRecurrence) -> jax.Array:
     count = jnp.sum(chunks)
     token = jnp.where(index[:, 0] == entries - 1, count, of_owner(jnp.minimum(token, max(0, tokens - 1))))
     mark = jnp.where(index[:, 0] < count, of_owner(mark), -1)
-    return jnp.stack([token, of_owner(jnp.where(is_padding, 0, rows)), of_owner(rows), mark], axis=1)
+    return jnp.stack([token, of_owner(jnp.where(is_padding, 0, rows)), of_owner(rows), mark], axis=1).astype(jnp.int32)
 
 
 def starting_states(record: LinearRecurrence) -> jax.Array | None:
