@@ -98,8 +98,8 @@ def _split_states(states: jax.Array, parts: int) -> jax.Array:
 def _join_states(states: jax.Array, parts: int) -> jax.Array:
     """Returns states [N, H, K, V] of states [N, H * parts, K, V / parts]."""
     count, heads, keys, values = states.shape
-    joined = states.reshape(count, heads // parts, parts, keys, values).swapaxes(2, 3)
-    return joined.reshape(count, heads // parts, keys, values * parts)
+    parts_of_heads = states.reshape(count, heads // parts, parts, keys, values).swapaxes(2, 3)
+    return parts_of_heads.reshape(count, heads // parts, keys, values * parts)
 
 
 def _join_gradient(name: str, gradient: jax.Array, field: jax.Array, parts: int) -> jax.Array:
