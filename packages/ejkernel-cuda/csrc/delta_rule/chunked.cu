@@ -145,7 +145,7 @@ ffi::Error delta_rule(cudaStream_t stream, Bf16 query, Bf16 key, Bf16 value, F32
     return kErrors.invalid_shapes();
   }
   if (!has_delta) call.beta = data_or_null(factors), call.skip = data_or_null(skip);
-  Maps maps;
+  Maps maps{};
   const char* message = encode_maps(&maps, call, in, &*output, stores && has_delta ? &*writes : nullptr,
                                     stores ? &*states : nullptr);
   if (message) return kErrors.internal("tensor map", message);
@@ -172,7 +172,7 @@ ffi::Error delta_rule_reverse(cudaStream_t stream, Bf16 query, Bf16 key, Bf16 co
   }
   const bool has_delta = call.beta != nullptr;
   if (!has_delta) call.beta = data_or_null(factors), call.skip = data_or_null(skip);
-  Maps maps;
+  Maps maps{};
   const char* message = encode_maps(&maps, call, in, nullptr, &*dwrites, &*dstates);
   if (message) return kErrors.internal("tensor map", message);
   const int64_t batch = query.dimensions()[0];

@@ -214,6 +214,8 @@ struct Pairs {
   const Block<L>& block;
   const DeltaCall& call;
   const int group;
+  // Whether a group waits for only some of the chunks of a stage: every second one there.
+  static constexpr bool kSkipsChunks = L::kStages % kPairWarpgroups != 0;
   int warp, lane, t, g;
   uint32_t strictly_lower[8][2];  // M in bfloat16: rows g and g + 8 of the warp's 16 rows
   uint32_t inverse[4];   // the inverse's block on the diagonal
@@ -252,6 +254,11 @@ struct Pairs {
     // The compiler must not hoist values that depend on these out of the loop: they would take registers.
     asm volatile("" : "+r"(warp), "+r"(lane), "+r"(t), "+r"(g));
     const uint32_t inverses = block.slot(slot.index);
+    // Every second chunk of a stage has the same parity. If the copy of the stage's chunk before this one is late, the
+    // barrier still has the parity for which this group waits, and it would go on at once, with an old chunk. So it first
+    // waits until the state's warps have read the chunk before, which the slot had too.
+    static_assert(!kSkipsChunks || L::kStages == kPairSlots, "the slot and the stage have different chunks before");
+    if constexpr (kSkipsChunks) wait_for_slot(step, slot);
     wait_for_phase(block.stage_full_barrier(stage.index), stage.phase);
     float diagonal[2][4];
     compute_scores_and_system(stage.index, diagonal, step, slot);
@@ -262,6 +269,11 @@ struct Pairs {
     fence_shared_stores();
     __syncwarp();
     if (lane == 0) arrive(block.slot_full_barrier(slot.index));
+  }
+
+  // Waits until the state's warps have read the chunk that the slot had before.
+  __device__ __forceinline__ void wait_for_slot(int step, const Ring<kPairSlots>& slot) const {
+    if (step >= kPairSlots) wait_for_phase(block.slot_free_barrier(slot.index), slot.phase ^ 1);
   }
 
   // Multiplies keys with keys and with queries, applies the decay, and stores the scores of queries in shared memory.
@@ -316,7 +328,7 @@ struct Pairs {
     }
     __syncwarp();
     if (lane == 0) arrive(block.stage_free_barrier(stage));
-    if (step >= kPairSlots) wait_for_phase(block.slot_free_barrier(slot.index), slot.phase ^ 1);
+    if constexpr (!kSkipsChunks) wait_for_slot(step, slot);
     const uint32_t to = block.slot(slot.index) + kTileBytes;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

@@ -100,11 +100,13 @@ __device__ __forceinline__ void synchronise(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(Threads) : "memory");
 }
 
-// __syncthreads() before a bulk copy overwrites what threads have loaded, of which `last` came last: the barrier alone does
-// not wait for loads whose results are used later, and the copy engine does not queue behind them.
-__device__ __forceinline__ void synchronise_loads(uint32_t last) {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  __syncthreads_or(last != 0);
+// __syncthreads() before a bulk copy overwrites what threads have loaded: the barrier alone does not wait for loads whose
+// results are used later, and the copy engine does not queue behind them. `loaded` has to depend on every load, since
+// ptxas changes their order.
+__device__ __forceinline__ void synchronise_loads(uint32_t loaded) {
+  const bool any = loaded != 0;
+  asm volatile("fence.proxy.async.shared::cta;" ::"r"(int(any)) : "memory");
+  __syncthreads_or(any);
 }
 
 // A cluster barrier in two steps, which makes the blocks' stores to shared memory visible in the cluster.

@@ -54,7 +54,7 @@ ffi::Error row_states(cudaStream_t stream, Bf16 rows, Bf16 value, F32 gates, F32
   if (!describe_row_states(&call, in, {*part_states, *part_decays, *states}, scale)) return kErrors.invalid_shapes();
   const int64_t batch = rows.dimensions()[0], tokens = call.tokens;
   const Tile loaded = {64, kChunkTokens, CU_TENSOR_MAP_SWIZZLE_128B};
-  Maps maps;
+  Maps maps{};
   const Size keys = {int64_t(call.key_heads) * kKeyDim, tokens, batch};
   const char* message = encode_tokens(Reverse ? &maps.query : &maps.key, rows.untyped_data(), keys, loaded);
   if (!message) {

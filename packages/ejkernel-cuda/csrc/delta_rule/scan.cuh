@@ -171,7 +171,8 @@ __device__ __forceinline__ void run_block(const DeltaCall& call, const Maps& map
   fence_shared_stores();
   if (threadIdx.x == 0) {
     block.work() = {steps, head, row, first_value, chunks};
-    prefetch_map(&maps.query), prefetch_map(&maps.key), prefetch_map(&maps.value), prefetch_map(&maps.output);
+    prefetch_map(&maps.query), prefetch_map(&maps.key), prefetch_map(&maps.value);
+    prefetch_map(Reverse ? &maps.writes : &maps.output);
     if constexpr (L::kStoresStates) prefetch_map(&maps.states);
     for (int i = 0; i < L::kStages; ++i) start_barrier(block.stage_full_barrier(i), 2),
         start_barrier(block.stage_free_barrier(i), 8);

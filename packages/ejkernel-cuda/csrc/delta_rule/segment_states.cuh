@@ -54,6 +54,7 @@ struct PartState : ScanState<SegmentLayout, Reverse> {
       for (int i = 0; i < 4; ++i) multiply_rows(state, decayed[i], rows + i * (16 * 128 / 16));
       commit_products();
       wait_for_state<0>(state);
+      fence_shared_stores();  // the values' loads come before the copy that overwrites them
       __syncwarp();
       if (lane == 0) arrive(block.stage_free_barrier(stage.index));
       stage.next();

@@ -204,13 +204,12 @@ struct TokenGradients {
       wait_for_products<0>(pairs);
       wait_for_products<0, 16>(reads);
     }
-    uint32_t last_piece = 0;
+    uint32_t loaded = 0;
     if (call.gates != nullptr) {
 #pragma unroll
-      for (int i = 0; i < kStateLoads; ++i) states[i] = state_piece(i);
-      last_piece = states[kStateLoads - 1].w;
+      for (int i = 0; i < kStateLoads; ++i) states[i] = state_piece(i), loaded |= states[i].w;
     }
-    synchronise_loads(last_piece);  // all warps have read the state
+    synchronise_loads(loaded);  // all warps have read the state
     if (thread == 0) {
       arrive_and_expect(barrier(2), L::kStateBytes);
       load_state(&maps.dstates, 2);
