@@ -91,3 +91,10 @@ def test_shards_of_few_chosen_tokens_keep_their_factor():
     part = piece_summaries.slice_tokens(record, TOKENS - 3, TOKENS, chosen)
     want = run(dataclasses.replace(part, initial_state=record.initial_state))[1]
     np.testing.assert_allclose(factor @ record.initial_state + added, want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_factor_that_float64_holds_is_not_forgotten():
+    with jax.enable_x64(True):
+        factor = jnp.full((1, 2, 1, 1), 1e-40)
+        kept, forgotten = (piece_summaries.is_forgotten(x, jnp.array([True])) for x in (factor, factor**8))
+    assert (bool(kept), bool(forgotten)) == (False, True)

@@ -89,3 +89,15 @@ def test_gradient_of_the_state_entering_a_shard(monkeypatch, strength):
     (want,) = jax.vjp(output, state)[1](cotangent)
     got = token_shards.entering_state_gradient(run, record, token_shards.border_tokens(record, WHOLE), cotangent, None)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_float64_states_have_sums_of_float32_gates_in_float64(rows):
+    with jax.enable_x64(True):
+        keys = jax.random.split(jax.random.key(5), 4)
+        query, key, value = (jax.random.normal(k, (rows, 40, 2, 3), jnp.float64) for k in keys[:3])
+        decay = -jnp.abs(jax.random.normal(keys[3], (rows, 40, 2, 1), jnp.float32))
+        record = LinearRecurrence(query=query, key=key, value=value, softmax_scale=0.5, decay=decay)
+        summary = token_shards.summary(run, record, token_shards.border_tokens(record, WHOLE))
+        (_, final), _ = reference(record)
+    np.testing.assert_allclose(summary.added, final, rtol=1e-12)

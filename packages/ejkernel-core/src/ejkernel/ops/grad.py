@@ -359,6 +359,8 @@ class DeviceRun:
         """Returns `Implementation.row_states` of a record, or None if the implementation that serves it has no such
         function.
         """
+        if self.plan.differentiable_twice:
+            return None
         implementation = self.plan.choose_implementation(record, "forward").implementation
         if implementation is None or implementation.row_states is None:
             return None

@@ -37,9 +37,6 @@ TOKENS_PER_PIECE = 2048
 PIECES_AT_BORDER = 2
 """The pieces that are tried as the summary of a shard."""
 
-VANISHED_FACTOR = 2.0**-126
-"""What is left of a state with a smaller factor, for which float32 has no normal number, counts for nothing."""
-
 FactorAndState = tuple[jax.Array, jax.Array]
 """The factor of tokens on the state before them, and the state that they add; or the same of gradients."""
 
@@ -182,7 +179,7 @@ def _factor_and_gradient_by_rows(run: Run, record: LinearRecurrence, output_cota
     final = jnp.broadcast_to(identity, (1 + blocks, rows * pieces, heads, channels, columns))
     found = _initial_state_gradient(run, repeated, cotangent, final.reshape(-1, heads, channels, columns))
     found = found.reshape(1 + blocks, rows, pieces, heads, channels, columns)
-    found = jnp.moveaxis(found, 0, 4).reshape(rows, pieces, heads, channels, -1)
+    found = jnp.moveaxis(found, 0, 4).reshape(rows, pieces, heads, channels, (1 + blocks) * columns)
     return _join_pieces(found[..., : columns + channels], columns, reverse=True)
 
 
@@ -204,9 +201,9 @@ def _join_gated_pieces(
     record: LinearRecurrence, split: LinearRecurrence, added: jax.Array, *, reverse: bool = False
 ) -> FactorAndState:
     """Returns the factor and the state of all pieces, each state times the gates of the pieces that follow it."""
-    rows = record.query.shape[0]
+    rows, pieces = record.query.shape[0], cdiv(record.query.shape[1], TOKENS_PER_PIECE)
     decay, added = log_decay(split), added.astype(accumulator(record))
-    decay, added = (x.reshape(rows, -1, *x.shape[1:]) for x in (decay, added))
+    decay, added = (x.reshape(rows, pieces, *x.shape[1:]) for x in (decay, added))
     shifted = jnp.roll(decay, 1 if reverse else -1, axis=1).at[:, 0 if reverse else -1].set(0)
     following = lax.cumsum(shifted, axis=1, reverse=not reverse)
     return jnp.exp(jnp.sum(decay, axis=1)), jnp.sum(added * jnp.exp(following), axis=1)
@@ -245,7 +242,7 @@ def is_forgotten(factor: jax.Array, continues: jax.Array) -> jax.Array:
         continues: bool [B], whether tokens past them belong to the same sequence.
     """
     largest = jnp.max(jnp.abs(factor), axis=tuple(range(1, factor.ndim)))  # NaN is not forgotten
-    return jnp.all((largest < VANISHED_FACTOR) | ~continues)
+    return jnp.all((largest < jnp.finfo(factor.dtype).tiny) | ~continues)
 
 
 def zeros_where(condition: jax.Array, factor: jax.Array) -> jax.Array:

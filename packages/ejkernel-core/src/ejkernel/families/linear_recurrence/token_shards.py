@@ -140,7 +140,7 @@ def _summary_with_gates_of_heads(run: Run, record: LinearRecurrence, trailing: j
 
     def add_up(first: int) -> jax.Array:
         part = slice_tokens(record, first, tokens, trailing)
-        return _sum_of_outer_products(part.key, _written_values(part), _gate_sums_after_token(part.decay), part)
+        return _sum_of_outer_products(part.key, _written_values(part), _gate_sums_after_token(part), part)
 
     def factor_of(first: int) -> jax.Array:
         return jnp.exp(log_decay(slice_tokens(record, first, tokens, trailing)))
@@ -167,7 +167,7 @@ def _gradient_with_gates_of_heads(
 
     def add_up(end: int) -> jax.Array:
         part = slice_tokens(record, 0, end, leading)
-        added = _sum_of_outer_products(part.query, cotangent[:, :end], _gate_sums_up_to_token(part.decay), part)
+        added = _sum_of_outer_products(part.query, cotangent[:, :end], _gate_sums_up_to_token(part), part)
         return added * record.softmax_scale
 
     def factor_of(end: int) -> jax.Array:
@@ -194,17 +194,17 @@ def _written_values(record: LinearRecurrence) -> jax.Array:
     return jnp.repeat(record.value, num_state_heads(record) // record.value.shape[2], axis=2) * record.dt[..., None]
 
 
-def _gate_sums_up_to_token(gates: jax.Array | None) -> jax.Array | None:
+def _gate_sums_up_to_token(record: LinearRecurrence) -> jax.Array | None:
     """Returns the sum of the gates of all tokens up to each, its own included."""
-    return None if gates is None else cumulative_sums(gates.astype(jnp.promote_types(gates.dtype, jnp.float32)))
+    return None if record.decay is None else cumulative_sums(record.decay.astype(accumulator(record)))
 
 
-def _gate_sums_after_token(gates: jax.Array | None) -> jax.Array | None:
+def _gate_sums_after_token(record: LinearRecurrence) -> jax.Array | None:
     """Returns the sum of the gates of all tokens after each. Differences of sums would be NaN after a gate of -inf."""
-    if gates is None:
+    if record.decay is None:
         return None
-    later = jnp.pad(gates[:, 1:], ((0, 0), (0, 1), (0, 0), (0, 0)))
-    return cumulative_sums(later.astype(jnp.promote_types(gates.dtype, jnp.float32)), reverse=True)
+    later = jnp.pad(record.decay[:, 1:], ((0, 0), (0, 1), (0, 0), (0, 0)))
+    return cumulative_sums(later.astype(accumulator(record)), reverse=True)
 
 
 def _sum_of_outer_products(
@@ -217,7 +217,9 @@ def _sum_of_outer_products(
     values = jnp.repeat(values, heads // values.shape[2], axis=2)
     if log_weights is not None:
         values = values.astype(dtype) * jnp.exp(log_weights)
-    values = values.astype(record.query.dtype).reshape(*values.shape[:2], keys.shape[2], -1, values.shape[3])
+    values = values.astype(record.query.dtype).reshape(
+        *values.shape[:2], keys.shape[2], heads // keys.shape[2], values.shape[3]
+    )
     precision = product_precision(record.query.dtype, record.precision)
     added = jnp.einsum("btgk,btgrv->bgrkv", keys, values, precision=precision, preferred_element_type=dtype)
     return added.reshape(added.shape[0], heads, *added.shape[3:])
