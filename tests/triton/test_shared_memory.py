@@ -36,8 +36,8 @@ from ejkernel_triton import paged_attention, selected_attention
 from ejkernel_triton.grouped_matmul import config as grouped
 from ejkernel_triton.linear_recurrence.delta import config as delta_config
 from ejkernel_triton.paged_attention import config as paged_config
-from ejkernel_triton.paged_attention import splits
 from ejkernel_triton.paged_attention.config import query_heads_per_tile, shared_memory_bytes, shrink_to_shared_memory
+from ejkernel_triton.paged_attention.fixed_splits import config as fixed_splits
 from ejkernel_triton.paged_attention.plan import prefix_config
 from ejkernel_triton.selected_attention import config as selected_config
 from ejkernel_triton.selected_attention.config import shared_memory_bytes as of_selected
@@ -65,10 +65,10 @@ def test_paged_attention_fits_or_is_refused(target):
 def test_tiles_in_a_batch_invariant_block_fit_and_have_as_many_keys_for_all_query_rows(target):
     for heads, sizes, dtypes in itertools.product(HEADS, SIZES, DTYPES):
         calls = [paged(rows, heads, sizes, dtypes) for rows in ROWS]
-        chosen = [splits.batch_invariant(record, DEVICES[target], "forward") for record in calls]
+        chosen = [fixed_splits.batch_invariant(record, DEVICES[target], "forward") for record in calls]
         assert len({tile.block_kv for tile in chosen}) == 1, (heads, sizes, dtypes)
         with target_device(DEVICES[target]):
-            limits = [bool([*splits.invariance_limits(record)]) for record in calls]
+            limits = [bool([*fixed_splits.invariance_limits(record)]) for record in calls]
         sizes_of_tiles = [
             shared_memory_bytes(*call, gpu_of(DEVICES[target])) for call in zip(calls, chosen, strict=True)
         ]

@@ -16,8 +16,8 @@ from ejkernel.ops import chips
 from ejkernel.ops.device import target_device
 from ejkernel_triton import ahead, launch
 from ejkernel_triton.paged_attention import config as paged_config
-from ejkernel_triton.paged_attention import splits
 from ejkernel_triton.paged_attention.config import shared_memory_bytes
+from ejkernel_triton.paged_attention.fixed_splits import config as fixed_splits
 from ejkernel_triton.paged_attention.forward import forward
 
 F32, BF16, F16, I8 = jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8
@@ -70,7 +70,7 @@ IN_A_BLOCK = ("float32, 256", "12 heads", "int8", "decoding")
 def test_splits_of_fixed_size_take_at_most_the_predicted_shared_memory(name, target):
     """Accumulators pass through shared memory in the main loop: 77,824 bytes instead of 71,680 in decoding."""
     record, device, chip = PAGED[name], DEVICES[target], chips.gpu_named(target)
-    chosen = splits.batch_invariant(record, device, "forward")
+    chosen = fixed_splits.batch_invariant(record, device, "forward")
     with target_device(device), launch.collect_launches() as calls:
         jax.eval_shape(lambda record: forward(record, chosen), record)
     (call,) = (call for call in calls if call.kernel.__name__ == "fixed_split_kernel")

@@ -11,7 +11,7 @@ ROOT = Path(ejkernel_triton.__file__).parent
 DATA = {"tuned", "evidence", "__pycache__"}
 SUBFAMILIES = {
     "linear_recurrence": {"chunked", "delta", "decode", "low_rank", "segments"},
-    "paged_attention": {"latent"},
+    "paged_attention": {"cache_write", "fixed_splits", "latent"},
     "selective_scan": {"decode"},
 }
 """Directories in a family's directory that have the skeleton themselves."""

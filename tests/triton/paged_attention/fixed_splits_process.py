@@ -8,7 +8,8 @@ import numpy as np
 
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.ops.device import current_device
-from ejkernel_triton.paged_attention import config, splits
+from ejkernel_triton.paged_attention import config
+from ejkernel_triton.paged_attention.fixed_splits import config as fixed_splits
 from ejkernel_triton.paged_attention.forward import forward
 
 LENGTHS, SLOTS, HEADS, SIZE = (110, 1, 70), 8, (4, 2), 16
@@ -70,8 +71,8 @@ def check(fields):
     )
     for parts, changes in calls:
         record = call(sequences, parts, **fields)
-        params = splits.batch_invariant(record, current_device(), "forward")
-        splits.MAX_SLOT_BYTES = 2**28 if changes.pop("cuts_items", True) else 0
+        params = fixed_splits.batch_invariant(record, current_device(), "forward")
+        fixed_splits.MAX_SLOT_BYTES = 2**28 if changes.pop("cuts_items", True) else 0
         (output, lse), _ = forward(record, dataclasses.replace(params, **changes))
         if not seen:
             outside = forward(record, config.heuristic(record, current_device(), "forward"))[0]

@@ -7,7 +7,8 @@ from typing import Any
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.ops.device import current_device
-from ejkernel_triton.paged_attention import config, latent, splits
+from ejkernel_triton.paged_attention import config, latent
+from ejkernel_triton.paged_attention.fixed_splits import config as fixed_splits
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 
 HANDLED_FIELDS = frozenset(
@@ -69,9 +70,9 @@ def implementations() -> tuple[Implementation, ...]:
             "paged_attention",
             forward="paged_attention.forward:forward",
             requires=triton_requires(head_dims=range(1, 641), handles=HANDLED_FIELDS, extra_reasons=_refusal_reasons),
-            config=dataclasses.replace(space, batch_invariant=splits.batch_invariant),
+            config=dataclasses.replace(space, batch_invariant=fixed_splits.batch_invariant),
             invariant_to=frozenset({"batch", "padding", "chunking", "pages"}),
-            invariance_limits=splits.invariance_limits,
+            invariance_limits=fixed_splits.invariance_limits,
         ),
         *latent.implementations(),
     )

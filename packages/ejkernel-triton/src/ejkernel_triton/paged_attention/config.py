@@ -12,7 +12,7 @@ from ejkernel.ops.chips import KIBI, Gpu, gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 from ejkernel_triton.launch import is_interpreting
-from ejkernel_triton.paged_attention.shared_memory import (
+from ejkernel_triton.paged_shared_memory import (
     MIN_TILE,
     TileShape,
     amd_shared_memory_bytes,

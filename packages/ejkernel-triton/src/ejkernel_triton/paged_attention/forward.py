@@ -12,6 +12,7 @@ from ejkernel.families.paged_attention.latent_pages import RotaryColumns, rotary
 from ejkernel.families.paged_attention.shared_prefix import SharedPrefix, split_prefix
 from ejkernel.planning.softmax_merge import PartialAttention, merge
 from ejkernel_triton.launch import ShapeDtype, launch
+from ejkernel_triton.paged_attention.cache_write.spec import make_write_spec
 from ejkernel_triton.paged_attention.config import PagedForward
 from ejkernel_triton.paged_attention.plan import (
     copy_prefix,
@@ -21,7 +22,6 @@ from ejkernel_triton.paged_attention.plan import (
     should_copy_prefix,
 )
 from ejkernel_triton.paged_attention.spec import PagedSpec
-from ejkernel_triton.paged_attention.write_spec import make_write_spec
 
 COMBINE_TILE_ELEMENTS = 2048
 """Elements that a program of one warp merges at a time: slots of a row times values."""
@@ -112,7 +112,7 @@ def _attend_work_items(
         config: Warps and stages.
         row_positions_and_contexts: [T, 2] int32, of each query row, where the spec has LOAD_ROW_POSITIONS.
     """
-    from ejkernel_triton.paged_attention.kernels.fixed_splits import fixed_split_kernel
+    from ejkernel_triton.paged_attention.fixed_splits.kernels.fixed_split import fixed_split_kernel
     from ejkernel_triton.paged_attention.kernels.paged_attention import paged_attention_kernel
 
     # The first axis is the batch, which `jax.vmap` extends.
@@ -168,7 +168,7 @@ def _combine_splits(inputs: tuple[jax.Array | None, ...], spec: PagedSpec) -> tu
         inputs: The arrays that `split_combine_kernel` reads, in its order.
         spec: Its constants.
     """
-    from ejkernel_triton.paged_attention.kernels.fixed_splits import fixed_split_combine_kernel
+    from ejkernel_triton.paged_attention.fixed_splits.kernels.fixed_split_combine import fixed_split_combine_kernel
     from ejkernel_triton.paged_attention.kernels.split_combine import split_combine_kernel
 
     slots_per_step = max(2, min(16, COMBINE_TILE_ELEMENTS // spec.BV))
@@ -248,7 +248,7 @@ def _write_cache_array(
     block_q: int,
 ) -> jax.Array:
     """Writes the tokens into one array of the cache."""
-    from ejkernel_triton.paged_attention.kernels.cache_write import cache_write_kernel
+    from ejkernel_triton.paged_attention.cache_write.kernels.cache_write import cache_write_kernel
 
     assert record.block_tables is not None
     components = (keys,) if values is None else (keys, values)

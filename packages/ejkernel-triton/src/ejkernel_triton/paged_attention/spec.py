@@ -13,13 +13,13 @@ from ejkernel.families.paged_attention.latent_pages import RotaryColumns
 from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import current_device
 from ejkernel_triton.launch import is_interpreting
-from ejkernel_triton.paged_attention import splits
 from ejkernel_triton.paged_attention.config import (
     PREFILL_SCORE_ROWS,
     PagedForward,
     partial_tile_stages,
     query_heads_per_tile,
 )
+from ejkernel_triton.paged_attention.fixed_splits import config as fixed_splits
 from ejkernel_triton.sizes import pad_to_dot_size
 
 Strides = tuple[int, int, int]
@@ -190,7 +190,7 @@ def make_spec(
         LOAD_ROW_POSITIONS=loads_row_positions,
         VALUE_SCALE=record.value_scale,
         WIDEN_TO_FLOAT32=is_interpreting(),
-        **splits.split_constants(record, config, heads_per_tile, num_entries),
+        **fixed_splits.split_constants(record, config, heads_per_tile, num_entries),
         **_sequence_constants(record),
         **_column_constants(record, rotary),
         **_cache_constants(record, rotary),
@@ -201,7 +201,7 @@ def make_spec(
 
 def _has_unmasked_loop(record: PagedAttention, config: PagedForward, score_rows: int) -> bool:
     # The loop comes first. If a range begins with partial tiles, that is not the order of its tiles.
-    if config.batch_invariant and not splits.begins_with_full_tiles(record):
+    if config.batch_invariant and not fixed_splits.begins_with_full_tiles(record):
         return False
     # Tiles of few rows are memory-bound even with masks, but not with loads of biases.
     return record.qq_bias is not None or score_rows >= (16 if is_interpreting() else PREFILL_SCORE_ROWS)

@@ -13,7 +13,7 @@ from ejkernel.ops.params import Direction
 from ejkernel_triton.launch import is_interpreting
 from ejkernel_triton.paged_attention import config
 from ejkernel_triton.paged_attention.config import PagedForward
-from ejkernel_triton.paged_attention.shared_memory import MIN_TILE
+from ejkernel_triton.paged_shared_memory import MIN_TILE
 from ejkernel_triton.sizes import pad_to_dot_size
 
 SPLIT_KEYS, INTERPRETED_SPLIT_KEYS = 512, 32

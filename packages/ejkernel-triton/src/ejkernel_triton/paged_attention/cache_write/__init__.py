@@ -1,0 +1,1 @@
+"""Writes new tokens into a cache of pages."""

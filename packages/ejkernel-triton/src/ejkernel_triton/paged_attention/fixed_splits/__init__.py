@@ -1,0 +1,1 @@
+"""Splits of a fixed number of keys, in a `batch_invariant` block."""
