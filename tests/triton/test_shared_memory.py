@@ -67,6 +67,9 @@ def test_tiles_in_a_batch_invariant_block_fit_and_have_as_many_keys_for_all_quer
         calls = [paged(rows, heads, sizes, dtypes) for rows in ROWS]
         chosen = [fixed_splits.batch_invariant(record, DEVICES[target], "forward") for record in calls]
         assert len({tile.block_kv for tile in chosen}) == 1, (heads, sizes, dtypes)
+        if gpu_of(DEVICES[target]).architecture != "hopper" or len({*dtypes}) > 1 or dtypes[0] == jnp.float32:
+            # Elsewhere, tiles with other rows may sum in other steps.
+            assert len({(tile.block_q, tile.num_warps) for tile in chosen}) == 1, (heads, sizes, dtypes)
         with target_device(DEVICES[target]):
             limits = [bool([*fixed_splits.invariance_limits(record)]) for record in calls]
         sizes_of_tiles = [

@@ -357,9 +357,9 @@ class DeviceRun:
         self, record: Any, output_cotangent: jax.Array | None, final_states_cotangent: jax.Array | None
     ) -> jax.Array | None:
         """Returns `Implementation.row_states` of a record, or None if the implementation that serves it has no such
-        function.
+        function, or if the result is to be differentiated, which JAX cannot do with a kernel.
         """
-        if self.plan.differentiable_twice:
+        if self.plan.differentiable_twice or self.plan.forward_mode:
             return None
         implementation = self.plan.choose_implementation(record, "forward").implementation
         if implementation is None or implementation.row_states is None:
