@@ -171,7 +171,7 @@ def configuration(record: LinearRecurrence) -> Any:
     return ConfigSelectorChain().choose(request).part
 
 
-def wanted(side: str, options: argparse.Namespace) -> bool:
+def is_selected(side: str, options: argparse.Namespace) -> bool:
     """Whether the command line asks for a side."""
     return not options.only or side in options.only.split(",")
 
@@ -181,15 +181,15 @@ def contenders(cell: Cell, record: LinearRecurrence, options: argparse.Namespace
     found: dict[str, Callable[[Any], Any]] = {}
     name = serving(record)
     space = implementation(name).config
-    if wanted("triton", options):
+    if is_selected("triton", options):
         found["ejkernel triton"] = kernel(name, configuration(record))
         if options.candidates:
             for config in space.candidates(record, current_device(), "forward"):
                 found[str(config)] = kernel(name, config)
-    if wanted("cuda", options):
+    if is_selected("cuda", options):
         gates_per_head = "cuda_chunked" if record.beta is None else "cuda_delta"
         found["ejkernel cuda"] = kernel("cuda_channel_gates" if cell.kind in ("gla", "kda") else gates_per_head, None)
-    if wanted("xla", options):
+    if is_selected("xla", options):
         found["ejkernel xla"] = _xla(record)
     return found
 
@@ -212,7 +212,7 @@ def prepared(cell: Cell, options: argparse.Namespace) -> Prepared:
             compiled[name] = passes(call, record, cell.grad_fields)
         else:
             print(f"<!-- {name} is wrong on {cell}: {off} -->", flush=True)
-    if wanted("fla", options) and not cell.documents:
+    if is_selected("fla", options) and not cell.documents:
         want = reference(in_float32(first_tokens(record)))[0][0]
         for name, pair, _ in _recurrence_peers.peers(cell.kind, record):
             off = _relative(jnp.from_dlpack(pair[0]()[:1, :CHECKED].contiguous()), want)

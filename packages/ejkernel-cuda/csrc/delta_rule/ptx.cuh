@@ -101,7 +101,7 @@ __device__ __forceinline__ void synchronise(int id) {
 }
 
 // __syncthreads() before a bulk copy overwrites what threads have loaded: the barrier alone does not wait for loads whose
-// results are used later, and the copy engine does not queue behind them. `loaded` has to depend on every load, since
+// results are used later, and the copy engine does not wait for them. `loaded` has to depend on every load, since
 // ptxas changes their order.
 __device__ __forceinline__ void synchronise_loads(uint32_t loaded) {
   const bool any = loaded != 0;

@@ -242,9 +242,9 @@ class Implementation:
             structure. Of XLA, the function must be jnp that JAX can differentiate in forward mode. If None, another
             implementation gives the tangents.
         row_states: `"module:function"` of a recurrence, called as `(record, cotangent of the outputs, cotangent of the
-            final states)`, None for zeros: without cotangent of the outputs it returns the final states of rows, else
-            the gradient of their initial states, for less time than a pass takes. It returns None for a call that it
-            does not serve.
+            final states)`, of rows without initial states. If the first cotangent is None, it returns the final states
+            of the rows; else the gradient of their initial states, where None as the second one means zeros. It takes
+            less time than a pass, and returns None for a call that it does not serve.
         forward_mode_limits: `(record, names of the fields with tangents)` -> the reasons why `forward_mode` does not
             serve them; empty if it does.
         priority: Higher is tried first; ties go by name. Where that depends on the call, a function of record, device

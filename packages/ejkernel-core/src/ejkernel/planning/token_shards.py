@@ -165,7 +165,7 @@ def carried_gradients(
 
     def fold_shard(gradient: jax.Array, step: tuple[Transitions, jax.Array]) -> tuple[jax.Array, jax.Array]:
         transition, added = step
-        kept = _select_rows(transition.spans_shard, apply_transposed_factor(transition.factor, gradient, matrices))
+        kept = _select_rows(transition.spans_shard, _apply_transposed_factor(transition.factor, gradient, matrices))
         return _select_rows(transition.enters, kept + added), gradient
 
     first, gradients = lax.scan(
@@ -179,7 +179,7 @@ def _unrolled_shards(added: jax.Array) -> int:
     return min(added.shape[0], MAX_UNROLLED_SHARDS)
 
 
-def apply_transposed_factor(factor: jax.Array, gradient: jax.Array, matrices: bool) -> jax.Array:
+def _apply_transposed_factor(factor: jax.Array, gradient: jax.Array, matrices: bool) -> jax.Array:
     """Returns the gradient of a state from that of its product with a factor."""
     return apply_factor(factor.swapaxes(-1, -2) if matrices else factor, gradient, matrices)
 

@@ -114,13 +114,11 @@ def _factor_and_state(run: Run, record: LinearRecurrence) -> FactorAndState:
 
 
 def _with_columns_of_factor(record: LinearRecurrence) -> LinearRecurrence:
-    """Returns a record with K more value channels, to which its tokens write zeros."""
-
-    def widen(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, record.query.shape[3])))
-
-    value_decay = None if record.value_decay is None else widen(record.value_decay)
-    return dataclasses.replace(record, value=widen(record.value), value_decay=value_decay)
+    """Returns a record with K more value channels, to which its tokens write zeros. Value channels have no gates here:
+    no record with a matrix as its factor has them.
+    """
+    value = jnp.pad(record.value, ((0, 0), (0, 0), (0, 0), (0, record.query.shape[3])))
+    return dataclasses.replace(record, value=value)
 
 
 def _identity_columns(record: LinearRecurrence) -> jax.Array:
@@ -235,7 +233,7 @@ def _initial_state_gradient(
 
 
 def is_forgotten(factor: jax.Array, continues: jax.Array) -> jax.Array:
-    """Returns whether the tokens before those of a factor [B, ...] do not matter, bool.
+    """Returns whether the tokens past those of a factor [B, ...] do not matter, bool.
 
     Args:
         factor: The factor of tokens at a border.
