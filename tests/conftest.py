@@ -90,9 +90,9 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_setup() -> Generator[None, object, object]:
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
     """Note what tests share before the fixtures of a test change it."""
-    _guard.begin_test()
+    _guard.begin_test(getattr(item, "module", None))
     return (yield)
 
 

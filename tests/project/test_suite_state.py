@@ -2,9 +2,11 @@
 
 import os
 import sys
+import types
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from suite.state import SharedStateGuard
 
@@ -50,3 +52,15 @@ def test_the_path_of_modules_the_folder_and_the_default_chain_are_restored(guard
     assert sys.path == path
     assert Path.cwd() == folder
     assert default_chain() is not chain
+
+
+def test_each_test_draws_what_the_import_of_its_module_left():
+    guard, module = SharedStateGuard(), types.ModuleType("test_of_draws")
+    module.RANDOM = np.random.default_rng(0)
+    module.RANDOM.random()  # drawn by the import
+    draws = []
+    for _ in range(2):
+        guard.begin_test(module)
+        draws.append(module.RANDOM.random(3).tolist())
+        guard.end_test(is_last_of_file=False)
+    assert draws[0] == draws[1] == np.random.default_rng(0).random(4)[1:].tolist()

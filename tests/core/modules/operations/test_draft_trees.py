@@ -202,9 +202,10 @@ def test_accepted_tokens_processed_again_leave_the_accepted_states(name):
 
 
 def test_accepted_tokens_are_the_paths_of_random_trees():
-    lengths = RANDOM.integers(0, 6, 8)
+    lengths = np.array([0, *RANDOM.integers(0, 6, 7)])
     starts = np.cumsum([2, *lengths])  # two padding tokens come first
-    parents = np.concatenate([[0, 0], *([RANDOM.integers(-1, t) for t in range(n)] for n in lengths), [5]])
+    trees = (np.array([RANDOM.integers(-1, t) for t in range(n)], int) for n in lengths)
+    parents = np.concatenate([[0, 0], *trees, [5]])
     accepted = np.array([RANDOM.integers(-1, n + 1) for n in lengths])
     tokens, bounds = ragged.accepted_tokens(*(jnp.asarray(x, jnp.int32) for x in (parents, accepted, starts)))
     for n, (first, count) in enumerate(zip(starts, lengths, strict=False)):
