@@ -31,6 +31,7 @@ def lightning_indexer(
     block_tables=None,
     kv_lens=None,
     q_positions=None,
+    query_scales=None,
     block_size=1,
     local_blocks=0,
     rectify=True,
@@ -59,7 +60,8 @@ def lightning_indexer(
             for h in range(heads):
                 product = scale * float(query[b, t, h].astype(np.float64) @ key[place].astype(np.float64))
                 product = product if np.isnan(product) or not rectify else max(0.0, product)
-                score += float(weights[b, t, h]) * product
+                factor = 1.0 if query_scales is None else float(query_scales[b, t, h])
+                score += factor * float(weights[b, t, h]) * product
             candidate = (not np.isnan(score), -score if not np.isnan(score) else 0.0, s)
             if block_size == 1:
                 candidates.append(candidate)

@@ -44,6 +44,7 @@ VARIANTS = {
         "blocks, not rectified",
         {"local_blocks": 2, "cum_seqlens_q": jnp.array([0, 18, 27]), "cum_seqlens_k": jnp.array([0, 33, 44])},
     ),
+    "queries of 8 bits": ("pages of int8 keys", {"query_scales": jnp.exp2(jnp.arange(24).reshape(3, 2, 4) % 5 - 2.0)}),
     "positions of compressed keys": ("equal scores", {"q_positions": ((jnp.arange(33) + 1) // 4 - 1)[None]}),
 }
 
@@ -55,6 +56,8 @@ def test_selects_what_a_loop_over_pairs_selects(name):
     given = arguments(case) | change
     if "fp8" in name:
         given["key"] = given["key"].astype(jnp.float8_e4m3fn)
+    if "query_scales" in given:
+        given["query"] = given["query"].astype(jnp.float8_e4m3fn)
     indices, scores = lightning_indexer(**given, cfg=SMALL)
     want = loop(**{name: np.asarray(x) if hasattr(x, "shape") else x for name, x in given.items()})
     np.testing.assert_array_equal(indices, want[0])
@@ -255,6 +258,48 @@ def test_keys_of_8_bits_are_constants_to_differentiation():
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
+def rounded(x, dtype, largest):
+    """Values of 8 bits, and the scales that they were divided by, one per row of x."""
+    scales = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True), 1e-4) / largest
+    scaled = x / scales
+    return (jnp.round(scaled) if dtype == jnp.int8 else scaled).astype(dtype), scales[..., 0]
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [(jnp.int8, 127), (jnp.float8_e4m3fn, 448), (jnp.float8_e5m2, 57344)])
+def test_queries_of_8_bits_with_scales_are_those_times_their_scales(dtype, largest):
+    """The selection and the scores of float64 loops over the rounded numbers, for scales that are not powers of two."""
+    q, k, w = jax.random.split(jax.random.key(4), 3)
+    query, query_scales = rounded(jax.random.normal(q, (2, 9, 3, 32)), dtype, largest)
+    key, key_scales = rounded(jax.random.normal(k, (2, 40, 32)), dtype, largest)
+    weights = jax.random.normal(w, (2, 9, 3))
+    scales = {"key_scales": key_scales, "query_scales": query_scales}
+    indices, scores = jax.jit(lambda *x: lightning_indexer(*x, **scales, top_k=11, cfg=SMALL))(query, key, weights)
+    wide = (
+        np.asarray(x, np.float64) * np.asarray(y, np.float64)[..., None]
+        for x, y in ((query, query_scales), (key, key_scales))
+    )
+    want = loop(*wide, np.asarray(weights), top_k=11, softmax_scale=32**-0.5)
+    np.testing.assert_array_equal(indices, want[0])
+    np.testing.assert_allclose(scores, want[1], rtol=1e-5, atol=1e-6)
+
+
+def test_queries_of_8_bits_are_constants_to_differentiation():
+    """Weights have the gradient that wide queries, times their scales, give them; queries and scales have none."""
+    given = arguments("pages of int8 keys") | {"weights": jnp.ones((3, 2, 4), jnp.bfloat16)}
+    query, scales = given["query"].astype(jnp.float8_e4m3fn), jnp.full((3, 2, 4), 0.3)
+
+    def loss(weights, query, scales):
+        scores = lightning_indexer(**given | {"query": query, "weights": weights, "query_scales": scales})[1]
+        return jnp.sum(jnp.where(jnp.isneginf(scores), 0, scores) ** 2)
+
+    got = jax.grad(loss, argnums=(0, 1, 2))(given["weights"], query, scales)
+    want = jax.grad(loss)(given["weights"], given["query"] * 0.3, None)
+    assert got[0].dtype == jnp.bfloat16
+    np.testing.assert_allclose(*(x.astype(jnp.float32) for x in (got[0], want)), rtol=1e-2, atol=1e-5)
+    for x in got[1:]:
+        assert not jnp.any(x.astype(jnp.float32))
+
+
 def test_a_decode_step_reads_tiles_of_pages():
     """It needs less memory than the keys of its requests."""
     shapes = {"query": (4, 1, 4, 32), "key": (2048, 16, 32), "weights": (4, 1, 4), "block_tables": (4, 512)}
@@ -292,7 +337,16 @@ def test_memory_is_linear_in_the_queries_and_keys():
         ({"key": jnp.ones((1, 44, 1, 8))}, r"key: got shape \(1, 44, 1, 8\), wants \[B=1, S, D=8\]"),
         ({"cum_seqlens_q": jnp.array([0, 20])}, "cum_seqlens_k: got None with 20 queries and 44 keys"),
         ({"sliding_window": 0}, "sliding_window: got int 0"),
-        ({"key_scales": jnp.ones((1, 44))}, "key_scales: got an array with keys of float32, wants None, or keys of 8"),
+        (
+            {"key_scales": jnp.ones((1, 44))},
+            "key_scales: got an array with key of float32, wants None, or key of 8 bits",
+        ),
+        (
+            {"query_scales": jnp.ones((1, 20, 3))},
+            "query_scales: got an array with query of float32, wants None, or query",
+        ),
+        ({"query": jnp.ones((1, 20, 3, 8), jnp.int8)}, "key: got dtype float32, wants query's int8"),
+        ({"query": jnp.ones((1, 20, 3, 8), jnp.int16)}, "query: got dtype int16, wants a floating dtype, or int8"),
         ({"local_blocks": 3}, "local_blocks: got 3, wants less than top_k=3"),
         ({"kv_lens": jnp.array([44])}, r"kv_lens: got shape \(1,\) with block_tables None, wants both or neither"),
         ({"block_tables": jnp.ones((2, 3), int)}, r"block_tables: got shape \(2, 3\), wants \[B=1, N\]"),

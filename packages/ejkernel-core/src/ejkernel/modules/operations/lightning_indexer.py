@@ -36,13 +36,13 @@ from ejkernel.ops.values import Condition
 from ejkernel.planning.page_slots import slots_of_tokens
 from ejkernel.types.integers import clamp_positions, clamp_to_int32
 
-KEY_DTYPES_OF_8_BITS = (jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
-"""Dtypes of keys that were divided by a scale per token and rounded."""
+DTYPES_OF_8_BITS = (jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
+"""Dtypes of keys, and of queries, that were divided by a scale and rounded."""
 
 
 @document_options
 def lightning_indexer(
-    query: Float[Array, "b t h d"],
+    query: Num[Array, "b t h d"],
     key: Num[Array, "b s d"] | Num[Array, "p s d"],
     weights: Float[Array, "b t h"],
     cum_seqlens_q: Integer[Array, " n"] | None = None,
@@ -51,6 +51,7 @@ def lightning_indexer(
     block_tables: Integer[Array, "b n"] | None = None,
     kv_lens: Integer[Array, " b"] | None = None,
     q_positions: Integer[Array, "b t"] | None = None,
+    query_scales: Float[Array, "b t h"] | None = None,
     *,
     top_k: int = 2048,
     softmax_scale: float | None = None,
@@ -71,8 +72,9 @@ def lightning_indexer(
 
         I[t, s] = sum over h of weights[t, h] * max(0, softmax_scale * <query[t, h], key[s]>)
 
-    in float32. The indices are what `token_sparse_attention` reads. No array [T, S] is in memory: scores are
-    computed for a tile, or for a chunk of queries, at a time.
+    in float32; `query_scales[t, h]` multiplies the weight, and `key_scales[s]` the product. The indices are what
+    `token_sparse_attention` reads. No array [T, S] is in memory: scores are computed for a tile, or for a chunk of
+    queries, at a time.
 
     Of equal scores, the key with the lower index is selected first, so two runs and two backends select the same keys
     wherever scores are equal. -0 equals 0. NaN of either sign is above infinity, so a key with a score of NaN is
@@ -88,7 +90,8 @@ def lightning_indexer(
     Over devices, batch and the queries' tokens can be split.
 
     Args:
-        query: [B, T, H, D] float16, bfloat16, float32 or float64.
+        query: [B, T, H, D] float16, bfloat16, float32 or float64. With keys of 8 bits also int8, float8_e4m3fn or
+            float8_e5m2, which have no gradient; products are exact, with float32 sums.
         key: [B, S, D], dtype of query; one key for all heads. Or int8, float8_e4m3fn or float8_e5m2, which have no
             gradient. With `block_tables` [P, S, D], pages of S tokens.
         weights: [B, T, H] floating, of any sign; may be float32 with any query. DeepSeek-V3.2 multiplies its projection
@@ -106,6 +109,8 @@ def lightning_indexer(
         q_positions: [B, T] int, the index of the key at each query's position, in its own sequence; below 0 for none
             yet, with `causal` (without it and a window, positions bound no keys). None aligns queries and keys at
             their ends. For keys that stand for several tokens.
+        query_scales: [B, T, H] floating, factors on the weights, by which queries of 8 bits were divided. With scales
+            of at least 0, the score is that of `query_scales * query`. No gradient.
         top_k: K, how many keys (or blocks) are selected per query, at least 1. May be larger than S.
         softmax_scale: Factor on the products; None means `D ** -0.5`.
         causal: Key position at most query position. The last query of a sequence has the position of its last key
@@ -175,11 +180,13 @@ def validate(args: LightningIndexerArguments) -> None:
     for name, axes in (("query", "B T H D"), ("key", f"{row} S D"), ("weights", "B T H")):
         check_shape(name, getattr(args, name), axes, sizes)
     check_not_empty("query", args.query, "B T H D", "H D")
-    for name in ("query", "weights"):
-        check_dtype(name, getattr(args, name), jnp.floating, "a floating dtype")
-    if args.key.dtype not in KEY_DTYPES_OF_8_BITS:
+    check_dtype("weights", args.weights, jnp.floating, "a floating dtype")
+    if args.query.dtype not in DTYPES_OF_8_BITS:
+        check_dtype("query", args.query, jnp.floating, "a floating dtype, or int8")
+    if args.key.dtype not in DTYPES_OF_8_BITS:
         check_same_dtype({"query": args.query, "key": args.key})
-    _check_key_scales(args, f"{row} S", sizes)
+    _check_scales(args, "query", "B T H", sizes)
+    _check_scales(args, "key", f"{row} S", sizes)
     if args.q_positions is not None:
         check_shape("q_positions", args.q_positions, "B T", sizes)
         check_dtype("q_positions", args.q_positions, jnp.integer, "an integer dtype")
@@ -189,14 +196,15 @@ def validate(args: LightningIndexerArguments) -> None:
         raise ValueError(f"local_blocks: got {args.local_blocks}, wants less than top_k={args.top_k}")
 
 
-def _check_key_scales(args: LightningIndexerArguments, axes: str, sizes: dict[str, int]) -> None:
-    """Raises ValueError for scales of a wrong shape, or of keys of more than 8 bits."""
-    if args.key_scales is None:
+def _check_scales(args: LightningIndexerArguments, name: str, axes: str, sizes: dict[str, int]) -> None:
+    """Raises ValueError for scales of a wrong shape, or of an array of more than 8 bits."""
+    scales, dtype = getattr(args, f"{name}_scales"), getattr(args, name).dtype
+    if scales is None:
         return
-    check_shape("key_scales", args.key_scales, axes, sizes)
-    check_dtype("key_scales", args.key_scales, jnp.floating, "a floating dtype")
-    if args.key.dtype not in KEY_DTYPES_OF_8_BITS:
-        raise ValueError(f"key_scales: got an array with keys of {args.key.dtype}, wants None, or keys of 8 bits")
+    check_shape(f"{name}_scales", scales, axes, sizes)
+    check_dtype(f"{name}_scales", scales, jnp.floating, "a floating dtype")
+    if dtype not in DTYPES_OF_8_BITS:
+        raise ValueError(f"{name}_scales: got an array with {name} of {dtype}, wants None, or {name} of 8 bits")
 
 
 def _check_lengths(args: LightningIndexerArguments, sizes: dict[str, int]) -> None:
@@ -225,14 +233,15 @@ def lower(args: LightningIndexerArguments) -> family.LightningIndexer:
     if args.local_blocks:
         ends = jnp.minimum(ends, _local_blocks(args, ends)[..., -1] * args.block_size)
     key, scales = args.key, args.key_scales
+    query, weights = _query_and_weights(args)
     if layout is not None:
         key, scales = layout.lay_out(key), None if scales is None else layout.lay_out(scales)
-    if key.dtype in KEY_DTYPES_OF_8_BITS:
+    if key.dtype in DTYPES_OF_8_BITS:
         key, scales = lax.stop_gradient((key, scales))
     return family.LightningIndexer(
-        query=args.query,
+        query=query,
         key=key,
-        weights=args.weights,
+        weights=weights,
         key_starts=starts,
         key_ends=ends,
         # Other blocks take the entries of local ones whose pages are absent.
@@ -243,6 +252,18 @@ def lower(args: LightningIndexerArguments) -> family.LightningIndexer:
         block_size=args.block_size,
         rectify=args.rectify,
     )
+
+
+def _query_and_weights(args: LightningIndexerArguments) -> tuple[jax.Array, jax.Array]:
+    """Returns queries of more than 8 bits, and weights multiplied by the scales of queries."""
+    query, weights = args.query, args.weights
+    if query.dtype in DTYPES_OF_8_BITS:
+        query = lax.stop_gradient(query).astype(jnp.bfloat16)
+    if args.query_scales is not None:
+        # float32 also for narrower weights, so that the products are rounded once.
+        dtype = jnp.promote_types(jnp.promote_types(weights.dtype, args.query_scales.dtype), jnp.float32)
+        weights = weights.astype(dtype) * lax.stop_gradient(args.query_scales).astype(dtype)
+    return query, weights
 
 
 def _packed_key_blocks(args: LightningIndexerArguments) -> PackedKeyBlocks | None:
