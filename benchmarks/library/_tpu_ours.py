@@ -391,16 +391,17 @@ def pages_with_term(term: str, by_function: bool, queries: int) -> Workload:
     return dataclasses.replace(plain, function=function)
 
 
-def code_pages(queries: int = 1, signs: int = SIZE, length: int = 2048) -> Workload:
-    """The same sequences in a TurboQuant cache: 4-bit keys, their signs if there are some, and 4-bit values."""
+def code_pages(queries: int = 1, signs: int = SIZE, length: int = 2048, bits: int = 4) -> Workload:
+    """The same sequences in a TurboQuant cache: keys and values of `bits` bits, and signs of keys if there are some."""
     sequences, heads, kv_heads, page = 16, 32, 8, 128
     per_sequence = length // page
     slots = (sequences * per_sequence, page, kv_heads)
     arrays = {"queries": ((sequences * queries, heads, SIZE), jnp.bfloat16)}
-    arrays |= {"codes": ((*slots, SIZE // 2), jnp.uint8), "signs": ((*slots, signs // 8), jnp.uint8)}
-    arrays |= {"norms": ((*slots, 2), jnp.bfloat16), "values": ((*slots, SIZE // 2), jnp.uint8)}
+    size = SIZE * bits // 8
+    arrays |= {"codes": ((*slots, size), jnp.uint8), "signs": ((*slots, signs // 8), jnp.uint8)}
+    arrays |= {"norms": ((*slots, 2), jnp.bfloat16), "values": ((*slots, size), jnp.uint8)}
     arrays |= {"value norms": (slots, jnp.bfloat16)}
-    matrices = (SIZE, SIZE), (signs, SIZE), (16,), (16,)
+    matrices = (SIZE, SIZE), (signs, SIZE), (2**bits,), (2**bits,)
     args = (
         *(jax.ShapeDtypeStruct(*x) for x in arrays.values()),
         np.full(sequences, length, np.int32),
@@ -410,7 +411,7 @@ def code_pages(queries: int = 1, signs: int = SIZE, length: int = 2048) -> Workl
         *(jax.ShapeDtypeStruct(x, jnp.float32) for x in matrices),
     )
     pairs = sequences * queries * (length - (queries - 1) / 2)
-    token = kv_heads * (SIZE + signs // 8 + 6)
+    token = kv_heads * (2 * size + signs // 8 + 6)
     return Workload(
         function=functools.partial(ragged_page_attention_v2_turboquant, platform="pallas"),
         args=args,

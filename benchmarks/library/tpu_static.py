@@ -209,6 +209,8 @@ ALL = (
     QUICK[3],
     case("paged decode, TurboQuant of 4 bits, ejkernel", "code_pages", OURS, signs=0),
     case("paged decode, TurboQuant of 4 bits and 128 signs, ejkernel", "code_pages", OURS),
+    case("paged decode, TurboQuant of 3 bits, ejkernel", "code_pages", OURS, signs=0, bits=3),
+    case("paged decode, TurboQuant of 3 bits and 128 signs, ejkernel", "code_pages", OURS, bits=3),
     case("paged decode, JAX ragged, 64 pages a block", "ragged_pages", queries=1),
     case("paged decode of 8 draft tokens, ejkernel", "pages", OURS, queries=8),
     case("paged decode of 8 draft tokens, a tree per sequence, ejkernel", "pages", OURS, queries=8, trees=True),

@@ -53,17 +53,18 @@ def test_a_donated_cache_stays_where_it_is(options):
     assert stats.temp_size_in_bytes < size // 8
 
 
-def test_donated_codes_stay_where_they_are():
+@pytest.mark.parametrize(("codes", "name"), on_chips([(4, 64), (3, 64), (3, 128)]))
+def test_donated_codes_stay_where_they_are(codes, name):
     """Pages of 128 slots are read as XLA stores them, and are written as whole pages, in place."""
-    pages, size = (4096, 128, 2), 64
-    bits = {"codes": size // 2, "signs": size // 8, "values": size // 2}
-    with compiling_for(chip("v5e")) as sharding:
+    pages, (bits, size) = (4096, 128, 2), codes
+    num_bytes = {"codes": size * bits // 8, "signs": size // 8, "values": size * bits // 8}
+    with compiling_for(chip(name)) as sharding:
         arrays = [jax.ShapeDtypeStruct((4, n, size), jnp.bfloat16, sharding=sharding) for n in (4, 2, 2)]
-        codes = [jax.ShapeDtypeStruct((*pages, n), jnp.uint8, sharding=sharding) for n in bits.values()]
+        codes = [jax.ShapeDtypeStruct((*pages, n), jnp.uint8, sharding=sharding) for n in num_bytes.values()]
         norms = [jax.ShapeDtypeStruct(x, jnp.bfloat16, sharding=sharding) for x in ((*pages, 2), pages)]
         cache = [*codes[:2], norms[0], codes[2], norms[1]]
         ints = [jax.ShapeDtypeStruct(x, jnp.int32, sharding=sharding) for x in ((4,), (4, 3), (5,), (3,))]
-        tables = ((size, size), (size, size), (16,), (16,))
+        tables = ((size, size), (size, size), (2**bits,), (2**bits,))
         tables = [jax.ShapeDtypeStruct(x, jnp.float32, sharding=sharding) for x in tables]
         step = jax.jit(
             functools.partial(ragged_page_attention_v3_turboquant, platform="pallas"), donate_argnums=range(3, 8)

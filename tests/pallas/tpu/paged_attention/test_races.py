@@ -42,7 +42,7 @@ def records():
     biases = jnp.cos(jnp.arange(3 * 160.0)).reshape(3, 160)
     codes = paged_turboquant.TurboQuantSizes(
         kv_lens=(150, 20, 9), q_lens=(9, 1, 1), h=2, g=1, d=64, v=64, s=128, dtype=jnp.bfloat16, key_bits=4,
-        value_bits=2, projections=64,
+        value_bits=3, projections=64,
     )  # fmt: skip
     new = PagedSizes(kv_lens=(37, 1, 20), q_lens=(7, 1, 20), h=2, g=1, d=128, v=128, s=16)
     return {

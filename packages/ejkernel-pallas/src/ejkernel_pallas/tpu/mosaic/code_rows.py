@@ -10,6 +10,9 @@
 A plane is one shift and one bitwise and. Unpacked rows are the planes one after the other, which is another order than
 that of the vector's coordinates. Nothing in the kernel restores it: queries are put into this order, and so are
 outputs taken out of it, once per call.
+
+Codes of 3 bits cross words. Eight of them are 3 bytes, so the kernel first makes words of 24 bits, whose highest byte
+is not read: plane p has codes p, p + 8, p + 16 and so on.
 """
 
 import dataclasses
@@ -18,7 +21,7 @@ import jax
 
 from ejkernel_pallas.tpu.mosaic.vectors import SUBLANES
 
-WORD_BITS = 32
+WORD_BITS, CODES_PER_24_BITS = 32, 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +39,19 @@ class CodeRows:
     packs_halves: bool = False
 
     @property
+    def stored_bytes(self) -> int:
+        """Returns the number of bytes of a vector."""
+        return self.count * self.bits // 8
+
+    @property
     def words(self) -> int:
-        """Returns the number of words of a vector."""
-        return self.count * self.bits // WORD_BITS
+        """Returns the number of words that planes are read from: those of a vector, or words of 24 bits."""
+        return self.count // (CODES_PER_24_BITS if self.crosses_words else WORD_BITS // self.bits)
+
+    @property
+    def crosses_words(self) -> bool:
+        """Returns whether a code may begin in one word and end in the next."""
+        return self.bits == 3
 
     @property
     def copies(self) -> int:
@@ -57,9 +70,9 @@ class CodeRows:
     @property
     def is_supported(self) -> bool:
         """Returns whether vectors are whole words, and planes whole tiles of sublanes."""
-        if self.count * self.bits % WORD_BITS or self.bits not in (1, 2, 4):
+        if self.count * self.bits % WORD_BITS or self.bits not in (1, 2, 3, 4):
             return False
-        return self.words % SUBLANES == 0 or self.words in (1, 2, 4)
+        return self.words % SUBLANES == 0 or (self.words in (1, 2, 4) and not self.crosses_words)
 
     def as_rows(self, x: jax.Array) -> jax.Array:
         """Returns coordinates [..., count] in the order of unpacked rows."""

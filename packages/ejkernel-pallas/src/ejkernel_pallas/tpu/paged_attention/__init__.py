@@ -182,11 +182,12 @@ def _code_refusal_reasons(record: PagedAttention) -> Generator[str]:
     for what, rows in (("keys", codes.keys), ("values", codes.values), ("signs", codes.signs)):
         if rows is not None and not rows.is_supported:
             yield (
-                f"key_pages: {what} of {rows.count} codes of {rows.bits} bits; wants 1, 2 or 4 bits, and 1, 2, 4 or a "
-                "multiple of 8 words of 32 bits per vector"
+                f"key_pages: {what} of {rows.count} codes of {rows.bits} bits; wants 1, 2, 4 or a multiple of 8 words "
+                "of 32 bits per vector, or a multiple of 64 codes of 3 bits"
             )
-        elif rows is not None and rows.words * 4 % LANES == 0:
-            yield f"key_pages: {what} of {rows.words * 4} bytes, which XLA stores along lanes; wants less than {LANES}"
+        elif rows is not None and rows.stored_bytes % LANES == 0:
+            size = f"{what} of {rows.stored_bytes} bytes"
+            yield f"key_pages: {size}, which XLA stores along lanes; wants less than {LANES}"
     for norms in (record.key_norms, record.value_norms):
         if norms is not None and norms.dtype.name not in NORM_DTYPES:
             yield f"key_pages: norms of {norms.dtype.name}; wants {' or '.join(NORM_DTYPES)}"

@@ -22,6 +22,10 @@ CODE_SIZES = paged_turboquant.TurboQuantSizes(
     value_bits=2,
     projections=32,
 )
+THREE_BIT_SIZES = paged_turboquant.TurboQuantSizes(
+    kv_lens=(150, 1, 64, 20), q_lens=(1,) * 4, s=128, d=128, v=128, dtype=jnp.bfloat16, value_bits=3, projections=0
+)
+"""Keys and values of twelve words each, which make two registers of words of 24 bits."""
 
 
 def cases() -> dict[str, tuple[Case, ...]]:
@@ -36,7 +40,11 @@ def cases() -> dict[str, tuple[Case, ...]]:
 
     fields, tokens = paged_turboquant.FORMAT_FIELDS, paged_turboquant.NEW_TOKEN_FIELDS
     names = (*fields, "softmax_aux", "sliding_window", "logits_soft_cap")
-    read = (("codes in pages of 128 slots, window, soft cap, sinks, lse", CODE_SIZES, terms, names, ()),)
+    unsigned = tuple(name for name in fields if name not in paged_turboquant.SIGN_FIELDS)
+    read = (
+        ("codes in pages of 128 slots, window, soft cap, sinks, lse", CODE_SIZES, terms, names, ()),
+        ("decode, codes of 3 bits in pages of 128 slots", THREE_BIT_SIZES, lambda key: {}, unsigned, ()),
+    )
     written = (("writes codes into pages of 128 slots", CODE_SIZES, lambda key: {}, (*fields, *tokens), ()),)
     return {
         "ragged_page_attention_v2_turboquant": make_cases_of_rows(

@@ -29,6 +29,8 @@ from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs
 from ejkernel_pallas.tpu.paged_attention.spec import PagedSpec
 
 MAX_CODE_BITS = 4
+WORDS_PER_8_GROUPS = 6
+"""Words of 8 groups of 3 bytes, each of which is eight codes of 3 bits."""
 HALF_SIGN_BITS, HALF_MINUS_ONES = 0x80008000, 0xBF80BF80
 """The sign bits of two bfloat16 numbers in a word, and -1 twice."""
 SIGN_BIT, MINUS_ONE = 0x80000000, 0xBF800000
@@ -97,8 +99,26 @@ def _as_float(bits: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
+def _words_of_24_bits(words: jax.Array) -> jax.Array:
+    """Returns bytes 3 g to 3 g + 2 of words [6 m, n] in the low bits of row g of [8 m, n]; the highest byte is any."""
+    first_byte = 3 * lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), 0)
+    index, shift = first_byte >> 2, (first_byte & 3) * 8
+    # Shifts of 32 bits are undefined: after a shift by 0 or 8, what follows only has to stay out of the low 24 bits.
+    shift_of_next = 32 - jnp.maximum(shift, 8)
+
+    def at_bytes(x: jax.Array) -> jax.Array:
+        first, following = (jnp.take_along_axis(x, index + n, axis=0, mode="promise_in_bounds") for n in (0, 1))
+        return first >> shift.astype(jnp.uint32) | following << shift_of_next.astype(jnp.uint32)
+
+    groups = [words[row : row + WORDS_PER_8_GROUPS] for row in range(0, words.shape[0], WORDS_PER_8_GROUPS)]
+    padded = [jnp.concatenate((x, x[: SUBLANES - WORDS_PER_8_GROUPS]), axis=0) for x in groups]
+    return jnp.concatenate([_for_each_register(at_bytes, x) for x in padded], axis=0)
+
+
 def _repeated(words: jax.Array, rows: CodeRows) -> tuple[jax.Array, Any]:
     """Returns the words once per copy, and how many bits each copy is shifted by before the first plane."""
+    if rows.crosses_words:
+        return _words_of_24_bits(words), jnp.uint32(0)
     if rows.copies == 1:
         return words, jnp.uint32(0)
     words = jnp.concatenate([words] * rows.copies, axis=0)
