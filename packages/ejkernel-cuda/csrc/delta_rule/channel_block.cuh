@@ -152,8 +152,9 @@ struct ChannelScanState : ScanState<L, Reverse> {
 
 // ---- segments ----
 
-// Returns the steps of a block that scans a segment. All threads of the block call it. Without the delta rule the
-// decays of the channels say where it begins; `memory` is shared memory that nothing else uses.
+// Returns the chunks that a block scans for a segment, as a range of steps. All threads of the block call it. Without
+// the delta rule, the decays of the channels determine where the range begins; `memory` is shared memory that nothing
+// else uses.
 template <bool Reverse, bool Delta>
 __device__ __forceinline__ StepRange steps_of_channel_segment(const ChannelCall& call, int chunks, int row, int head,
                                                               int segment, char* memory) {

@@ -15,7 +15,7 @@ constexpr int kStepsPerLook = 4, kTrialSteps = 16;
 constexpr float kMaxAfterTrial = 1.0f / 64;
 
 struct TransitionCall : ChannelCall {
-  int* found;  // [B, H, segments - 1, 2], where `early_steps` of the scan are
+  int* found;  // [B, H, segments - 1, 2], which the scan reads as `early_steps`
 };
 
 struct TransitionLayout : ChannelLayout<false, true> {

@@ -41,7 +41,7 @@ struct ChannelGradientMaps {
   TensorMap dquery, dkey;
 };
 
-// Shared memory, in bytes. Pairs and the tiles of levels take the places of tiles that were read.
+// Offsets in shared memory, in bytes. Pairs, and the tiles of levels, overwrite loaded tiles that have been read.
 template <int V, bool Delta>
 struct ChannelGradientLayout {
   static constexpr int kValueBytes = V / 64 * kTileBytes;  // 64 tokens, or the state's V rows of 64 channels

@@ -21,7 +21,7 @@ constexpr int kGroupThreads = 384, kGroupStoreBarrier = 1;
 
 struct GroupGradientCall {
   const float *gates, *factors;  // [B, T, H]; null without
-  float *dquery, *dkey;  // [B, T, groups * slices, K] if a group has several slices, else null: maps have them
+  float *dquery, *dkey;  // [B, T, groups * slices, K] if a group has several slices; else null: tensor maps are used
   float *dgates, *dfactors;  // [B, T, H]
   float* dskip;  // [B, chunks, H], <dO, X>; null without a skip
   const Chunk* table;  // as in DeltaCall
@@ -159,7 +159,7 @@ struct GroupBlock {
     }
   }
 
-  // One warp: the gradients of gates, factors and skips of a head, from what the others summed up.
+  // One warp stores the gradients of the gates, factors and skips of each head, from the sums of the other warps.
   __device__ __forceinline__ void store_sums() const {
     Ring<L::kStages> ring;
     int64_t at = token_index(2 * lane, 0);
@@ -405,7 +405,8 @@ struct GroupGradients {
     if (lane == 0) to[warp] = sum;
   }
 
-  // Adds the products of the pairs' sum with keys or queries, and stores the gradient.
+  // Multiplies the sum of the pairs over all heads by the keys (for dQ) or the queries (for dK), adds the product to
+  // the gradient, and stores it.
   __device__ __forceinline__ void store(uint64_t other_rows) {
 #pragma unroll
     for (int i = 0; i < 32; ++i) pair_sums[i / 4][i % 4] *= call.scale;

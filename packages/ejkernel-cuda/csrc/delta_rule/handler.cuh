@@ -6,9 +6,10 @@
 
 namespace ejkernel::delta_rule {
 
-// Defines the symbol of a handler some of whose results are memory that its kernels pass on to each other. XLA may put no
-// such call into a CUDA graph: nothing reads these results, so calls of one graph would have them in the same memory, and
-// at the same time.
+// Defines the symbol of a handler without the trait that lets XLA capture its calls into CUDA graphs. Some results of
+// these handlers are scratch memory, by which one kernel of the call passes data to the next. By XLA's rules that is
+// safe in a graph, too: commands that write the same memory run one after the other (docs/lab/cuda_graphs.md). These
+// handlers stay outside of graphs until their calls have been measured in graphs.
 #define EJKERNEL_HANDLER_OUTSIDE_GRAPHS(symbol, function, ...)                                       \
   extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* symbol(XLA_FFI_CallFrame* frame); \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, function, ejkernel::bind(function, {__VA_ARGS__}))
@@ -19,8 +20,9 @@ using Bf16 = ffi::Buffer<ffi::BF16>;
 using F32 = ffi::Buffer<ffi::F32>;
 using S32 = ffi::Buffer<ffi::S32>;
 
-// The table of a packed row's chunks, [chunks + 1, 4], of which there are `chunks`; those of rows follow from the tokens.
-// Returns false if its shape does not belong to the call's.
+// Sets the number of chunks and, for packed sequences, their table [chunks + 1, 4], which has one entry more than there
+// are chunks. Without packed sequences the table is empty, and the chunks of a row follow from its number of tokens.
+// Returns false if the shape of the table does not fit the call.
 template <typename Call>
 bool set_chunks(Call* call, const S32& table, int64_t batch, int64_t tokens) {
   call->tokens = int(tokens), call->chunks = int((tokens + kChunkTokens - 1) / kChunkTokens);

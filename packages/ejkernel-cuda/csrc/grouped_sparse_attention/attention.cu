@@ -70,8 +70,9 @@ ffi::Error attention(
 
 }  // namespace
 
-// XLA may put no call into a CUDA graph, since its kernels pass on results that nothing else reads: calls of one graph
-// would have them in the same memory, and at the same time.
+// Defined without the trait that lets XLA capture calls into CUDA graphs: the kernels of a call pass lists to each
+// other in results that nothing else reads. By XLA's rules such results are safe scratch memory in a graph, too
+// (docs/lab/cuda_graphs.md), but no call in a graph has been measured.
 extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* ejkernel_grouped_sparse(XLA_FFI_CallFrame* frame);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ejkernel_grouped_sparse, attention, ejkernel::bind(attention, {"score_factor"}));
 

@@ -232,7 +232,7 @@ struct ListMaker {
       tiles += tiles_of(count);
       all_repeated += count;
     }
-    // The entries that fill up the last tiles.
+    // Entries of 0 fill up the last tile of each kind.
 #pragma unroll
     for (int kind = 0; kind < 3; ++kind) {
       const int place = counts[kind] + thread;

@@ -41,8 +41,8 @@ struct CallFormat<Codes<KeyBits, ValueBits, Signs>> {
     for (int n = threadIdx.x; n < S::kQuerySlots * S::kQueryBytes / 16; n += blockDim.x) queries[n] = uint4{0, 0, 0, 0};
   }
 
-  // Rotates the queries of the next segments into their slots, if the last ones have been loaded from there: all warps
-  // have passed a barrier since. Segments are items, one after the other.
+  // Rotates the queries of the next `kQuerySlots` segments and stores them in the slots. Does so only once all slots
+  // have been read: all warps have passed a barrier since. Segments are numbered in the order of items.
   template <typename Query>
   static __device__ __forceinline__ void make_query(
       const Query& query, const Params& call, const WorkShare& share, unsigned char* shared) {

@@ -44,7 +44,7 @@ struct WarpgroupsCall {
   int m, k, n, splits;
 };
 
-// The range of units of a block. Units come in pairs, whose scales are copied together.
+// The range of units that a block multiplies. Units come in pairs, whose scales are copied together.
 struct Share {
   int first, count;
   __device__ __forceinline__ Share(int k, int splits, int part) {

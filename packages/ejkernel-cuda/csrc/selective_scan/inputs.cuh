@@ -157,7 +157,7 @@ struct Inputs {
   __device__ __forceinline__ void c(float (&to)[4], int t) const {
     load_four(to, columns + t * (2 * Tile::N) + Tile::N + lane % 4 * 4);
   }
-  // Inputs of the channel whose sums this lane ends with.
+  // Inputs of the channel whose sums are in this lane after the reduction.
   __device__ __forceinline__ float own_x(int t) const {
     return to_float(reinterpret_cast<const X*>(stage)[t * Tile::kChannels + lane]);
   }

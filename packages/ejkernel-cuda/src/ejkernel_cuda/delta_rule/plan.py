@@ -87,8 +87,8 @@ def starting_states(record: LinearRecurrence) -> jax.Array | None:
 
 
 def scan_handler(name: str, record: LinearRecurrence, segments: int) -> str:
-    """Returns the name of a scan's handler: another one if earlier kernels of the call pass data to the scan in results
-    that nothing else reads: XLA must not put such a call into a CUDA graph.
+    """Returns the name of a scan's handler: another one, whose calls XLA does not capture into CUDA graphs, if earlier
+    kernels of the call pass data to the scan in results that nothing else reads.
 
     Args:
         name: The name without segments.
