@@ -28,7 +28,7 @@ def without_check_of_varying_axes() -> Generator[None]:
 
 def without_varying_axes(tree: Any) -> Any:
     """Returns the arrays of a tree as ones that vary over no axis, in a block of `without_check_of_varying_axes`."""
-    # Results of operations forget the axes where no check runs; these two cost nothing.
+    # Where no check runs, the result of an operation varies over no axis; these two operations cost nothing.
     return jax.tree.map(lambda x: jax.lax.squeeze(jax.lax.expand_dims(x, (0,)), (0,)), tree)
 
 

@@ -69,7 +69,7 @@ constexpr ffi::DataType kDtype<__half> = ffi::F16;
 template <>
 constexpr ffi::DataType kDtype<float> = ffi::F32;
 
-// Calls `launch` with a number of the listed type that has the dtype; without such a type, the call is invalid.
+// Calls `launch` with a value of that type, of those listed, which has the dtype; if none has, the call is invalid.
 template <typename T, typename... Others, typename Launch>
 ffi::Error dispatch_dtype(ffi::DataType dtype, const HandlerErrors& errors, const char* unsupported, Launch launch) {
   if (dtype == kDtype<T>) return launch(T{});

@@ -404,7 +404,7 @@ struct TokenGradients {
       for (int i = 0; i < 2; ++i) {
         const int at = warp * 16 + g + i * 8;
         if (!is_stored(at)) continue;
-        // Heads and halves of channels of a pair follow each other as heads do.
+        // In `array`, heads follow each other; in a pair, so do the halves of the channels of each head.
         float2* const to = reinterpret_cast<float2*>(array + token_index(at) * (kTiles * 8)) + t;
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) to[tile * 4] = {d[tile][2 * i], d[tile][2 * i + 1]};

@@ -344,7 +344,8 @@ struct WarpgroupsConsumer {
     synchronise_cluster();  // other blocks may still be reading this block's sums
   }
 
-  // Four columns of `Batch` rows, from up to `Most` blocks at a time, whose loads do not depend on each other.
+  // Adds up the sums of the cluster's blocks. A thread has four columns of `Batch` rows at a time, and loads those of
+  // up to `Most` blocks at once, so that no load waits for another.
   template <int Batch, int Most>
   __device__ __forceinline__ void add_up(float* partial) const {
     const auto cluster = cooperative_groups::this_cluster();

@@ -90,9 +90,9 @@ def launch(
 ) -> tuple[jax.Array, ...]:
     """Runs a kernel.
 
-    The first axis of every array is the batch, of which every row, or a number of consecutive rows, has an entry of the
-    array. The constant `per` has that number for each array, by the array's name in capitals: row b reads entry `b //
-    per.NAME`. With it a kernel under `jax.vmap` is launched once, for a larger batch.
+    The first axis of every array is the batch. An entry of an array may serve several consecutive rows of the batch:
+    the constant `per` has their number for each array, by the array's name in capitals, and row b reads entry `b //
+    per.NAME`. So `jax.vmap` launches a kernel once, for a larger batch.
 
     Args:
         kernel: A `triton.jit` function whose parameters are the inputs, the outputs and the constants, in this order.

@@ -117,7 +117,7 @@ class _DefinitionSource:
     Attributes:
         text: Its syntax tree.
         references: The definitions of the same package that it names.
-        strings: The string constants in it, among which C++ handlers may be.
+        strings: The string constants in it, some of which may name C++ handlers.
     """
 
     text: str

@@ -46,8 +46,8 @@ def forward(record: LightningIndexer, config: IndexerTiles) -> tuple[TopKeyIndic
 def ordered_scores_of_chunk(
     record: LightningIndexer, first_query: jax.Array, spec: IndexerSpec, config: IndexerTiles
 ) -> jax.Array:
-    """Returns scores [B, CHUNK, S] of the queries from `first_query` [1, 1] on, as integers in the order of numbers;
-    undefined where no query of a tile may select a key.
+    """Returns scores [B, CHUNK, S] of the queries from `first_query` [1, 1] on, as integers in the same order as the
+    scores; undefined in tiles whose queries may select none of the keys.
     """
     from ejkernel_triton.lightning_indexer.kernels.indexer_scores import indexer_scores_kernel
 

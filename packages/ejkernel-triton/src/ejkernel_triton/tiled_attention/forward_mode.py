@@ -38,7 +38,7 @@ class MovedOperands:
 
 
 def limits(record: TiledAttention, fields: frozenset[str]) -> Iterable[str]:
-    """Yields why the kernel has no tangents of a call.
+    """Yields why the kernel cannot compute the tangents of a call.
 
     Args:
         record: The canonical arguments.

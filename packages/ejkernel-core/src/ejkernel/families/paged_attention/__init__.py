@@ -46,7 +46,7 @@ def apply_shard_offsets(record: PagedAttention, offsets: Mapping[str, jax.Array]
     indices.
 
     Raises:
-        ValueError: The cache has heads that only pad it, which cannot be told from the others in a part of them.
+        ValueError: A cache with padding heads is split by KV heads: a shard cannot tell which of its heads are padding.
     """
     if ("g" in offsets or "h" in offsets) and record.kv_heads is not None:
         raise ValueError(f"in_specs: a cache with padded heads cannot be split by its {record.kv_heads} KV heads")

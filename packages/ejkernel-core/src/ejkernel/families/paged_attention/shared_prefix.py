@@ -67,7 +67,7 @@ def split_prefix(record: PagedAttention, *, masks_empty_sequences: bool = True) 
 
 
 def positions_and_contexts_of_rows(record: PagedAttention) -> jax.Array:
-    """Returns position and context of each query row, [T, 2] int32; rows of no sequence are at -1."""
+    """Returns the position and the context length of each query row, [T, 2] int32. The position is -1 for padding."""
     kv_lens = record.kv_lens.astype(jnp.int32)
     if record.query_start is None:
         return jnp.stack((kv_lens - 1, kv_lens - 1), axis=1)

@@ -157,7 +157,7 @@ class FlashMLAArguments(ArgumentRecord, of=flash_mla):
         set_canonical_values(
             self, dropout_rng=as_dropout_seed("dropout_rng", self.dropout_rng, self.effective_dropout_prob > 0)
         )
-        # The call goes on under a trace, where no values can be seen.
+        # Checked here, as the rest of the call is traced and cannot read values.
         if self.cu_seqlens is not None and getattr(self.query, "ndim", 0) == 4:
             check_cumulative_lengths("cu_seqlens", self.cu_seqlens, *self.query.shape[:2])
 

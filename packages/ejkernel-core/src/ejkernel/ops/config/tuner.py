@@ -232,7 +232,7 @@ class Tuner:
 
     @contextlib.contextmanager
     def _tuning_progress(self, steps: int, label: str) -> Generator[Callable[[str], None]]:
-        """Gives a function that is told of each step; each candidate is compiled and measured."""
+        """Yields a function to call with the name of each finished step, which advances the progress bar."""
         if not self.show_progress:
             yield lambda step: None
             return

@@ -31,7 +31,7 @@ def refusal_reasons(record: CollectiveMatmul) -> Iterator[str]:
     rows = record.x.shape[0] if record.collective == "all_gather" else record.x.shape[0] // devices
     if rows % config.BLOCK_M or not rows:
         yield f"a device has {rows} rows to exchange; the kernel wants a multiple of {config.BLOCK_M}"
-    # Each size is that of a product's columns in one pass, and of its contracted elements in the other.
+    # Each axis is the column axis of a product in one pass, and the contracted axis in the other pass.
     sizes = {"contracted axis of x": record.x.shape[1], "output axis of y": columns(record)}
     for name, size in sizes.items():
         if size % (2 * SWIZZLE_COLUMNS) or not size:

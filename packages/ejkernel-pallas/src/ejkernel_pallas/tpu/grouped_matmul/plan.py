@@ -17,8 +17,8 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.grouped_matmul import GroupedMatmul, group_row_bounds
 
 HAS_WORK_FLAG, WHOLE_TILE_FLAG, FIRST_ITEM_FLAG, LAST_ITEM_FLAG, BEFORE_ALL_GROUPS_FLAG = 1, 2, 4, 8, 16
-"""Flags of an item: some of the tile's rows belong to the matrix; all of them do; first, and last, item of a tile
-that is accumulated; the tile is before the rows of any matrix.
+"""Flags of an item, in order: some rows of the tile belong to the item's matrix; all of them do; the item is the first
+that adds to its output tile; it is the last one; the tile has only rows before the first group.
 """
 NUM_FLAGS = 5
 """The number of flags."""

@@ -12,6 +12,7 @@ from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES
 from ejkernel_pallas.tpu.selective_scan.config import TpuScan
 from ejkernel_pallas.tpu.selective_scan.forward import (
     OperandsByName,
+    b_or_c_scratch,
     chunk_states_operand,
     keep_states_of_empty_sequences,
     run,
@@ -20,7 +21,6 @@ from ejkernel_pallas.tpu.selective_scan.forward import (
     state_scratch,
     token_channel_scratch,
     token_operand,
-    write_or_read_scratch,
 )
 from ejkernel_pallas.tpu.selective_scan.kernels.selective_scan_bwd import STATE_ELEMENTS_PER_PASS, selective_scan_bwd
 from ejkernel_pallas.tpu.selective_scan.plan import ScanPlan, make_plan
@@ -115,8 +115,8 @@ def _scratch(spec: ScanSpec) -> dict[str, object]:
         "state_history": pltpu.VMEM(((CHUNK_TOKENS + 1) * STATE_ELEMENTS_PER_PASS * SUBLANES, LANES), jnp.float32),
         "dwrite_by_channel": products,
         "dread_by_channel": products,
-        "dwrite_by_lane": write_or_read_scratch(spec),
-        "dread_by_lane": write_or_read_scratch(spec),
+        "dwrite_by_lane": b_or_c_scratch(spec),
+        "dread_by_lane": b_or_c_scratch(spec),
         "decay_gradients": state_scratch(spec),
     }
 

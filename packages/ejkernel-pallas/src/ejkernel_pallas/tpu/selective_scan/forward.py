@@ -218,8 +218,8 @@ def run(
                 "dt_octets": token_channel_scratch(spec),
                 "dt_x_octets": token_channel_scratch(spec),
                 "results_by_token": token_channel_scratch(spec),
-                "write_in_all_lanes": write_or_read_scratch(spec),
-                "read_in_all_lanes": write_or_read_scratch(spec),
+                "write_in_all_lanes": b_or_c_scratch(spec),
+                "read_in_all_lanes": b_or_c_scratch(spec),
                 **scratch,
             },
         )
@@ -236,8 +236,8 @@ def token_channel_scratch(spec: ScanSpec) -> Any:
     return pltpu.VMEM((spec.groups_per_step * SUBLANES * CHUNK_TOKENS, LANES), jnp.float32)
 
 
-def write_or_read_scratch(spec: ScanSpec) -> Any:
-    """Returns the scratch memory for B or C of a chunk, repeated in all lanes."""
+def b_or_c_scratch(spec: ScanSpec) -> Any:
+    """Returns the scratch memory for B (what tokens write) or C (what they read) of a chunk, repeated in all lanes."""
     return pltpu.VMEM((CHUNK_TOKENS * spec.state_size, LANES), jnp.float32)
 
 

@@ -39,7 +39,8 @@ def guess_threshold_kernel(
     if count > CANDIDATES:
         ordered_scores = batch_row_address(ordered_scores, batch, per.ORDERED_SCORES, spec.CHUNK * spec.S)
         row_scores = ordered_scores + tl.cast(row, tl.int64) * spec.S + start
-        # The sample consists of eight neighbours each: single ones would fetch all memory sectors of the row.
+        # The sample consists of groups of eight neighbouring scores: single scores would fetch as many memory sectors
+        # as the whole row.
         i = tl.arange(0, CANDIDATES)
         x = tl.load(row_scores + (i // 8).to(tl.int64) * count // (CANDIDATES // 8) + i % 8)
         rank = tl.maximum(tl.cast(tl.cast(TARGET, tl.int64) * CANDIDATES // count, tl.int32), 1)

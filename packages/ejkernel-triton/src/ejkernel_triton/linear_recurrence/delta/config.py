@@ -78,7 +78,7 @@ def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction
     # Programs that pass states hold all key channels: except on Hopper, one pass or the other spills with more than 32
     # columns.
     block_v = min(config.state_block_v, 64 if is_hopper else 32)
-    # As many as spill nothing, but on Hopper.
+    # The most channels with which the kernel spills no register, except on Hopper.
     max_wy_block_k = {"hopper": 64, "ampere": 16, "ada": 16}.get(chip.architecture, 32)
     fields: dict[str, Any] = config_as_dict(config) | {
         "backward_chunk": config.chunk,

@@ -26,7 +26,7 @@ def rows_times_weights(rows: jax.Array, index: jax.Array, weights: jax.Array | N
 
 
 def sum_of_terms(term: Callable[[Any], jax.Array], count: int, value_without_terms: jax.Array) -> jax.Array:
-    """Returns the sum of `count` terms in order; `value_without_terms` of none."""
+    """Returns the sum of `count` terms in order, or `value_without_terms` if `count` is 0."""
     if not count:
         return value_without_terms
     if count > MAX_UNROLLED_TERMS:

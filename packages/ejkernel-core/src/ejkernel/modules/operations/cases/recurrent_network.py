@@ -41,7 +41,7 @@ class NetworkSizes:
 BIAS_FIELDS = ("bias_ih", "bias_hh")
 STATE_FIELDS = ("initial_hidden", "initial_cell")
 
-# name, sizes, optional arguments, lengths, further tags; the record fields a case is about are its optional arguments
+# The name of a case, its sizes, its optional arguments (which are what the case tests), lengths, and further tags.
 _Row = tuple[str, NetworkSizes, tuple[str, ...], tuple[int, ...] | None, tuple[str, ...]]
 _CASE_TABLE: tuple[_Row, ...] = (
     ("plain", NetworkSizes(), (), None, ()),

@@ -81,10 +81,10 @@ class AttentionConfig(BaseOperationConfig):
     """Tiles of `attention`. `None` lets the heuristics decide.
 
     Attributes:
-        block_q: Queries per tile of kernels that compute the output apart from the weights.
-        block_k: Keys per tile of such kernels.
-        weights_block_q: Queries per tile where the weights are computed.
-        weights_block_k: Keys per tile where the weights are computed.
+        block_q: Queries per tile of a call with `return_weights=False`.
+        block_k: Keys per tile of such a call.
+        weights_block_q: Queries per tile of a call with `return_weights=True`.
+        weights_block_k: Keys per tile of such a call.
         num_warps: Warps per program.
         num_stages: Software pipeline depth.
     """

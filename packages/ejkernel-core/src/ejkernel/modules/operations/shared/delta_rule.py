@@ -71,7 +71,7 @@ def axes_of(args: Any) -> dict[str, str]:
 
 
 def axes_of_packed_call(args: Any) -> dict[str, str]:
-    """Returns those of a call without an axis of rows."""
+    """Returns the axes of the arguments of a packed call, as `axes_of` does without the axis of rows."""
     return {name: letters.removeprefix("b ") for name, letters in axes_of(args).items()}
 
 

@@ -40,7 +40,7 @@ class QueryRowRuns(NamedTuple):
 
 
 class QueryRowTiles(NamedTuple):
-    """Tiles of query rows, each of one run. All int32.
+    """Tiles of query rows, each with rows of one run: a sequence's rows, or padding rows. All int32.
 
     Attributes:
         num_live_tiles: [W], in each tile the number of tiles that have rows, which come first.

@@ -145,7 +145,7 @@ def _keep_threshold(spec: HopperSpec) -> Any:
 
 
 def select_by_sign(signs: jax.Array, tile: jax.Array, columns: jax.Array) -> Any:
-    """Returns a tile with the column's element of `columns` where `signs` is negative.
+    """Returns a tile in which element [i, j] is replaced by `columns[j]` where `signs[i, j]` is negative.
 
     Args:
         signs: Float32 [rows, columns].

@@ -79,8 +79,8 @@ def _segmented_chunk_gradients(
     cotangents: ArraysPerHead,
     state_cotangents: ArraysPerHead,
 ) -> Gradients:
-    """Returns the same for a chunk of several runs: the first one has the states before it, and the last one those
-    after.
+    """Returns the same for a chunk with several runs of tokens of one segment. Only the first run reads the states
+    before the chunk, and only the last run leaves states after it.
     """
 
     def add_run_gradients(run_index: jax.Array, carry: Gradients) -> Gradients:

@@ -53,10 +53,10 @@ class HeadDecayWeights:
     """One gate per head and token.
 
     Attributes:
-        pair_decay: [C, C] weights of the gates after token j up to and including token i; 0 for j > i.
-        decay_since_start: [C, 128] weights of the gates up to and including each token, the same in every lane.
-        decay_until_end: [C, 128] weights of the gates after each token, the same in every lane.
-        chunk_decay: [1, 128] weight of all gates, the same in every lane.
+        pair_decay: [C, C] the product of the decays after token j up to and including token i; 0 for j > i.
+        decay_since_start: [C, 128] that of the decays up to and including each token, the same in every lane.
+        decay_until_end: [C, 128] that of the decays after each token, the same in every lane.
+        chunk_decay: [1, 128] that of all decays, the same in every lane.
     """
 
     pair_decay: jax.Array
@@ -122,7 +122,7 @@ class ChannelDecayWeights:
     def add(self, state: jax.Array, key: jax.Array, token_writes: jax.Array, keeps_float32: bool) -> jax.Array:
         """Returns the state after the chunk; see `HeadDecayWeights`."""
         span = self.weights_by_block_length[-1]
-        # The rows of the state are the key channels: the weights of all gates, as a column.
+        # A key channel is a row of the state, so the chunk's decay of each channel is needed as a column.
         row = last_row(span.decay_since_start)
         if (tokens := span.decay_until_end.shape[0]) > ROWS_PER_REGISTER:
             total = jnp.broadcast_to(row, (state.shape[1], state.shape[0])).T

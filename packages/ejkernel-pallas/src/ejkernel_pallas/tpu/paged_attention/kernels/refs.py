@@ -139,7 +139,7 @@ class PagedRefs:
 
     @property
     def caches_and_buffers(self) -> tuple[tuple[Ref, Ref], ...]:
-        """Returns the pages of each cache, and the buffer of its blocks."""
+        """Returns, for each cache, its pages in HBM and the buffer in VMEM to which blocks of them are copied."""
         pairs = (
             (self.keys, self.keys_buffer),
             (self.values, self.values_buffer),

@@ -70,7 +70,8 @@ def _kernel(refs: QuantizedRefs, *, spec: QuantizedSpec, num_contracted_tiles: i
                 x = zero_outside(x, 0, left - sub.first_word, 1) if ragged else x
                 total += matrix_product(x, unpack(n), (1, 1), spec.precision)
             if spec.unpacks_pairs:
-                # Even rows of a pair are columns of the first rows of x, odd ones of the others.
+                # The rows of `unpack(n)` alternate between two codes, and so do the columns of the products: even ones
+                # belong to the upper rows of x, odd ones to the lower rows.
                 even, odd = deinterleave(total)
                 total = even[: spec.blocks.block_m] + odd[spec.blocks.block_m :]
             refs.acc[:, row : row + size] += total

@@ -137,7 +137,7 @@ def _for_each_unmasked_chunk(entry: Any, spec: TiledSpec, process_chunk: Callabl
 
 
 def _list_chunks(entry: Any, spec: TiledSpec, tile_shape: tuple[int, int], masked: bool) -> list[ScoreChunk]:
-    """Returns the chunks of the first `tile_shape` queries and keys of a tile pair."""
+    """Returns the chunks that cover the first queries and the first keys of a tile pair, `tile_shape` of them."""
     cut = masked and spec.cuts_diagonal_chunks
     chunk_q, chunk_kv = spec.chunk_q, spec.chunk_kv
     if cut and not spec.cuts_diagonal_by_keys and chunk_q > MAX_DIAGONAL_CHUNK_SIZE:

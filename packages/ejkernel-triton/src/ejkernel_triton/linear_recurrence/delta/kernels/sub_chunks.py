@@ -68,7 +68,7 @@ def sum_gates(gate_sum_matrix_address, matrix_index, gates_high, gates_low, spec
     """
     CHUNK: tl.constexpr = spec.CHUNK_SIZE
     rows = tl.arange(0, CHUNK)
-    # Loaded from the cache: computed in registers they would take more of them, and more time, than the product.
+    # Loaded, from the cache: to compute the matrix in registers would take more registers and time than the product.
     matrix = tl.load(gate_sum_matrix_address + matrix_index * (CHUNK * CHUNK) + (rows[:, None] * CHUNK + rows[None, :]))
     if gates_high.dtype == tl.float32:
         return dot(matrix, gates_high, spec)

@@ -112,7 +112,9 @@ def chunk_bwd_dqb_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Computes one chunk of one head; see `backward.reader_gradients`."""
+    """Computes the gradients of queries, read vectors and gates of one chunk of one head; see
+    `backward.reader_gradients`.
+    """
     CHUNK: tl.constexpr = spec.CHUNK_SIZE
     DTYPE: tl.constexpr = query.dtype.element_ty
     program = tl.program_id(0)

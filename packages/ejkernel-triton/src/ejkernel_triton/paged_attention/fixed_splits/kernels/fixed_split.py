@@ -115,7 +115,7 @@ def attend_in_splits(
     rotary_acc = tl.zeros([M, BR], tl.float32)
     tile_begin = tl.maximum(first_split * spec.SPLIT_TILES, key_start // spec.BLOCK_KV)
     tile_end = tl.minimum((first_split + num_splits) * spec.SPLIT_TILES, (key_end + spec.BLOCK_KV - 1) // spec.BLOCK_KV)
-    # The first split has slot 1, so that split s has slot s plus this number.
+    # The first split of the item has slot 1, so split s has slot s + 1 - first_split.
     first_slot_row = slot_row + tl.cast(1 - first_split, tl.int64) * spec.SLOT_ROWS
     full_tile_end = tile_begin
     if spec.HAS_UNMASKED_LOOP:
