@@ -143,3 +143,22 @@ def test_backward_of_a_pair_keeps_the_overlay_config_of_its_forward(use, chain):
     np.testing.assert_allclose(pull(jnp.ones((4, 8)))[0], 3 * rows() ** 2, rtol=1e-6)
     assert {part.q_blocksize for _, _, part in toy.SEEN} == {2}
     assert toy.SEEN[-2][2] is toy.SEEN[-1][2]
+
+
+def test_two_pairs_that_two_sets_of_differentiated_arguments_choose(use, chain):
+    """JAX pairs the arrays of each trace of a forward pass with the tree of the last one."""
+
+    def tile_rows(rows):
+        return toy.space(lambda *_: toy.FwdParams(q_blocksize=rows), private_residuals.candidates)
+
+    of_x = private_residuals.implementation("of_x", gradients=frozenset({"x"}), priority=9, config=tile_rows(1))
+    of_both = private_residuals.implementation("of_both", config=tile_rows(2), forward="private_residuals:forward_late")
+    use(toy.plugin(of_x, of_both))
+    loss = jax.jit(lambda x, bias: call(x, bias, power=3, chain=chain).sum())
+    x, bias = rows(), jnp.ones((4, 8))
+
+    for function in (loss, jax.checkpoint(loss)):
+        for argnums in ((0, 1), 0, (0, 1), 0):
+            gradients = jax.grad(function, argnums)(x, bias)
+            np.testing.assert_allclose(jax.tree.leaves(gradients)[0], 3 * x**2, rtol=1e-6)
+    assert all(given())

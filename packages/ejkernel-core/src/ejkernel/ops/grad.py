@@ -25,11 +25,13 @@ from ejkernel.ops.dispatch import Choice, choose, refuse_backward_without_handle
 from ejkernel.ops.model import Op, load_object
 from ejkernel.ops.pairs import choose_pair
 from ejkernel.ops.params import BaseOperationConfig, Direction
+from ejkernel.ops.plugins import registry
 from ejkernel.ops.second import backward_pass, forward_pass, run_refusing_derivatives
 from ejkernel.ops.tangents import call_in_forward_mode
 from ejkernel.promotion import with_standard_promotion
 from ejkernel.types.arguments import arguments, array_fields, static
 from ejkernel.types.pullback import ForwardResults, Pullback, tracing_differentiated_call
+from ejkernel.types.residual_trees import ResidualTrees
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,12 @@ class CallPlan:
     def tunes_on_miss(self) -> bool:
         """Returns whether the current policy measures calls for which no tier has a configuration."""
         return effective_policy(self.chain.policy, self.chain).tunes_on_miss
+
+    @property
+    def may_choose_pair(self) -> bool:
+        """Returns whether the operation has a paired implementation for the device."""
+        candidates = registry().implementations.get(self.op.name, ())
+        return any(x.paired and self.device.names & x.requires.devices for x in candidates)
 
     def choose_implementation(
         self, record: Any, direction: Direction, grad_fields: frozenset[str] = frozenset()
@@ -213,17 +221,21 @@ def _check_private_residuals(choice: Choice, results: ForwardResults) -> Forward
 class _SavedForBackward:
     """The values that the gradient rule keeps from the forward pass for the backward pass.
 
+    `ResidualTrees` packs them: other fields may be differentiated in a later trace of the call, for which another
+    implementation may be chosen.
+
     Attributes:
-        pullback: The argument of the backward function, without the cotangent and the fields to differentiate.
-        field_mask: [0, 1 + n] bool, whose shape says which fields to differentiate. `jax.custom_vjp` may pair the
-            arrays of one trace with the tree of a later one, in which other fields were differentiated.
+        pullback: The argument of the backward function, without the cotangent.
         config: The configuration of both passes of a paired implementation, on which its private residuals depend. The
             chain is not asked again: the backward pass may be traced outside of the overlay that it came from.
     """
 
     pullback: Pullback
-    field_mask: jax.Array
     config: Any = static(None)
+
+
+MAX_ARRAYS_OF_PAIRS = 32
+"""The saved arrays of paired implementations are padded to a multiple of this, so that all have equally many."""
 
 
 @with_standard_promotion
@@ -233,7 +245,7 @@ def _forward_only(plan: CallPlan, record: Any) -> Any:
 
 
 @with_standard_promotion
-def _forward(plan: CallPlan, marked: Any) -> tuple[Any, _SavedForBackward]:
+def _forward(plan: CallPlan, trees: ResidualTrees, marked: Any) -> tuple[Any, list[jax.Array]]:
     record = jax.tree.map(lambda x: x.value, marked, is_leaf=_is_custom_vjp_primal)
     # JAX marks the arrays that are differentiated, so a kernel computes no gradient that is not needed.
     grad_fields = _differentiated_record_fields(plan.op, marked)
@@ -248,17 +260,16 @@ def _forward(plan: CallPlan, marked: Any) -> tuple[Any, _SavedForBackward]:
     # The caller gets the output that carries the name. If a layer used the unnamed one, `jax.checkpoint` would run the
     # kernel again to compute it, although its policy saves the named one.
     results = name_results(results)
-    pullback = Pullback(record=record, cotangent=None, grad_fields=frozenset(), **results._asdict())
-    mask = _mask_of_fields(plan.op, grad_fields)
+    pullback = Pullback(record=record, cotangent=None, grad_fields=grad_fields, **results._asdict())
     config = forward.config if forward.implementation.paired else None
     result = (results.output, results.residuals.lse) if plan.returns_lse else results.output
-    return result, _SavedForBackward(pullback=pullback, field_mask=mask, config=config)
+    return result, trees.pack(_SavedForBackward(pullback=pullback, config=config))
 
 
 @with_standard_promotion
-def _backward(plan: CallPlan, saved_for_backward: _SavedForBackward, cotangent: Any) -> tuple[Any]:
-    grad_fields = _fields_of_mask(plan.op, saved_for_backward.field_mask)
-    saved, lse_cotangent = dataclasses.replace(saved_for_backward.pullback, grad_fields=grad_fields), None
+def _backward(plan: CallPlan, trees: ResidualTrees, packed: list[jax.Array], cotangent: Any) -> tuple[Any]:
+    saved_for_backward = trees.unpack(packed)
+    saved, lse_cotangent = saved_for_backward.pullback, None
     if plan.returns_lse:
         cotangent, lse_cotangent = cotangent
         lse_cotangent = None if _is_symbolic_zero(lse_cotangent) else lse_cotangent
@@ -293,17 +304,6 @@ def _differentiated_record_fields(op: Op, marked: Any) -> frozenset[str]:
     return frozenset(perturbed)
 
 
-def _mask_of_fields(op: Op, fields: frozenset[str]) -> jax.Array:
-    """Returns an array without entries whose shape says which fields are differentiated."""
-    bits = (1 << i for i, name in enumerate(sorted(op.family.differentiable)) if name in fields)
-    return jnp.zeros((0, 1 + sum(bits)), bool)
-
-
-def _fields_of_mask(op: Op, mask: jax.Array) -> frozenset[str]:
-    bits = mask.shape[1] - 1
-    return frozenset(name for i, name in enumerate(sorted(op.family.differentiable)) if bits >> i & 1)
-
-
 def _any_perturbed(value: Any) -> bool:
     leaves = jax.tree.leaves(value, is_leaf=_is_custom_vjp_primal)
     return any(leaf.perturbed and jnp.issubdtype(leaf.value.dtype, jnp.inexact) for leaf in leaves)
@@ -321,8 +321,14 @@ def _is_symbolic_zero(value: Any) -> bool:
     return isinstance(value, SymbolicZero)
 
 
-_differentiable = jax.custom_vjp(_forward_only, nondiff_argnums=(0,))
-_differentiable.defvjp(_forward, _backward, symbolic_zeros=True)
+def _differentiable(plan: CallPlan) -> Callable[[Any], Any]:
+    """Returns the function of a record that has the gradient rule."""
+    trees = ResidualTrees(MAX_ARRAYS_OF_PAIRS if plan.may_choose_pair else 1)
+    function = jax.custom_vjp(functools.partial(_forward_only, plan))
+    function.defvjp(
+        functools.partial(_forward, plan, trees), functools.partial(_backward, plan, trees), symbolic_zeros=True
+    )
+    return function
 
 
 def differentiable_call(plan: CallPlan, record: Any) -> Any:
@@ -333,7 +339,7 @@ def differentiable_call(plan: CallPlan, record: Any) -> Any:
     """
     record = _compat.as_varying(record, record)
     if not plan.forward_mode:
-        return _differentiable(plan, record)
+        return _differentiable(plan)(record)
     if plan.differentiable_twice:
         return _with_reference_derivatives(plan, record)
     return call_in_forward_mode(plan, record)
