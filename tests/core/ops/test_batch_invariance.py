@@ -161,3 +161,15 @@ def test_tiles_of_several_rows_with_a_window_over_pages_are_refused():
     prefill = functools.partial(ragged_page_attention_v2, sliding_window=3, cfg=config, platform="xla")
     with batch_invariant(), pytest.raises(ValueError, match="q_blocksize: got 8 in a batch_invariant block"):
         prefill(query, jnp.concatenate([pages, pages], 2), lengths, tables, starts, jnp.array([2]))
+
+
+def test_all_reasons_of_a_refusal_are_listed(monkeypatch):
+    listed = registry().implementations["attention"]
+    limited = dataclasses.replace(listed[0], invariance_limits=lambda record: ["its tiles are too large"])
+    monkeypatch.setitem(registry().implementations, "attention", (limited,))
+    with batch_invariant():
+        (verdict,) = explain(attention, X, X, X).forward.verdicts
+    assert [x for x in verdict.reasons if "batch_invariant" in x] == [
+        "batch_invariant: its rows may depend on batch, chunking, padding",
+        "batch_invariant: its tiles are too large",
+    ]

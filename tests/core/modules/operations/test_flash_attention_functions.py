@@ -220,6 +220,8 @@ def test_kernels_without_functions_refuse_them_by_name(name):
     [
         ({"score_mod": 3}, "score_mod: got int, wants a function"),
         ({"score_mod": lambda *_: "x"}, "score_mod: got a function that returns str, wants one scalar"),
+        ({"score_mod": lambda *_: np.str_("x")}, "score_mod: got a function that returns str_, wants one scalar"),
+        ({"score_mod": lambda *_: np.array("x")}, "score_mod: got a function that returns ndarray of <U1, wants one"),
         ({"score_mod": lambda s, q, k: s}, r"score_mod: got a function of \(s, q, k\), wants a function of \(score"),
         ({"score_mod": lambda s, *_: s > 0}, r"score_mod: got a function that returns bool\[\]"),
         ({"score_mod": lambda s, *_: (s, s)}, "score_mod: got a function with 2 results"),

@@ -54,5 +54,4 @@ def invariance_refusals(family: Family, implementation: Implementation, record: 
     missing = sorted(family.invariances(record) - implementation.invariant_to)
     if missing:
         yield f"batch_invariant: its rows may depend on {', '.join(missing)}"
-    else:
-        yield from (f"batch_invariant: {reason}" for reason in implementation.invariance_limits(record))
+    yield from (f"batch_invariant: {reason}" for reason in implementation.invariance_limits(record))

@@ -184,8 +184,11 @@ def _traced(name: str, function: Any, parameters: tuple[str, ...], score: Any = 
 
 def _checked_result(name: str, result: Any) -> Any:
     for leaf in jax.tree.leaves(result):
-        if not isinstance(leaf, bool | int | float | jax.Array | np.ndarray | np.generic):
-            raise ValueError(f"{name}: got a function that returns {type(leaf).__name__}, wants one scalar")
+        is_numpy = isinstance(leaf, np.ndarray | np.generic)
+        has_number = is_numpy and (leaf.dtype == bool or jnp.issubdtype(leaf.dtype, jnp.number))
+        if not has_number and not isinstance(leaf, bool | int | float | jax.Array):
+            kind = f"{type(leaf).__name__} of {leaf.dtype}" if isinstance(leaf, np.ndarray) else type(leaf).__name__
+            raise ValueError(f"{name}: got a function that returns {kind}, wants one scalar")
     return result
 
 
