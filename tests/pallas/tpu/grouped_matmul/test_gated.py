@@ -106,6 +106,17 @@ def test_a_work_list_that_scalar_memory_has_no_room_for_is_refused():
     assert "SMEM" in reason
 
 
+def test_a_work_list_of_fixed_tiles_that_scalar_memory_has_no_room_for_is_refused():
+    """Tiles outside of a `batch_invariant` block have more rows, and their list is shorter."""
+    (gated,) = (x for x in implementations() if x.family == "gated_grouped_matmul")
+    shapes = jax.eval_shape(lambda: record(shape=(70, 200, 256, 256)))
+    many = dataclasses.replace(shapes, indices=jax.ShapeDtypeStruct((6_000_000,), jnp.int32))
+    (reason,) = gated.invariance_limits(many)
+    assert "SMEM" in reason
+    assert not list(gated.requires.extra(many))
+    assert not list(gated.invariance_limits(shapes))
+
+
 def test_a_tile_that_needs_all_columns_is_refused_where_memory_is_too_small():
     (gated,) = (x for x in implementations() if x.family == "gated_grouped_matmul")
     shapes = jax.eval_shape(lambda: record(shape=(70, 200, 256, 200 * 128 + 64), dtype="bfloat16"))

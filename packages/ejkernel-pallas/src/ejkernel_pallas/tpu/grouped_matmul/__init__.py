@@ -81,6 +81,7 @@ def implementations() -> tuple[Implementation, ...]:
             tpu_requires(supported_fields=SUPPORTED_OPTIONAL_FIELDS, refusal_reasons=_refusal_reasons),
             fields_without_gradient=frozenset({"lhs_scale"}),
             invariant_to=frozenset({"batch"}),
+            invariance_limits=config.invariance_limits,
         ),
         Implementation(
             family="gated_grouped_matmul",
@@ -103,5 +104,6 @@ def implementations() -> tuple[Implementation, ...]:
             # Neither the products nor their activation are in memory, which XLA's path writes and reads again.
             priority=10,
             invariant_to=frozenset({"batch"}),
+            invariance_limits=config.invariance_limits,
         ),
     )

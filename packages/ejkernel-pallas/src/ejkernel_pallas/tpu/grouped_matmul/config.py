@@ -122,10 +122,23 @@ def ungated_product_record(record: GatedGroupedMatmul) -> GroupedMatmul:
     )
 
 
-def work_list_smem_bytes(record: GroupedMatmul) -> int:
-    """Returns the bytes of SMEM of the work list with the smallest tiles of rows that the heuristic chooses."""
+def work_list_smem_bytes(record: GroupedMatmul, tile_rows: int | None = None) -> int:
+    """Returns the bytes of SMEM of the work list with tiles of some rows; None for the fewest rows that the heuristic
+    chooses.
+    """
     rows, matrices = record.lhs.shape[0], record.rhs.shape[0]
-    return 6 * 4 * (cdiv(rows, max(LANES, _tile_rows(record) // 2)) + matrices)
+    return 6 * 4 * (cdiv(rows, tile_rows or max(LANES, _tile_rows(record) // 2)) + matrices)
+
+
+def invariance_limits(record: GroupedMatmul | GatedGroupedMatmul) -> Iterator[str]:
+    """Yields why the fixed tiles of a `batch_invariant` block, which may have 128 rows, do not serve a record."""
+    product = ungated_product_record(record) if isinstance(record, GatedGroupedMatmul) else record
+    needed_bytes = work_list_smem_bytes(product, LANES)
+    if needed_bytes > MAX_WORK_LIST_SMEM_BYTES:
+        yield (
+            f"lhs: got {product.lhs.shape[0]} rows, whose work list with fixed tiles takes {needed_bytes} bytes of "
+            f"SMEM; the kernels take {MAX_WORK_LIST_SMEM_BYTES}"
+        )
 
 
 def whole_columns_vmem_bytes(record: GatedGroupedMatmul) -> int:
