@@ -10,6 +10,7 @@ PARAMETERS = (
     "ejk_subject",
     "ejk_differentiable",
     "ejk_forward_mode",
+    "ejk_row_states",
     "ejk_kernel_indexed",
     "ejk_kernel_on_gpu",
     "ejk_padded",

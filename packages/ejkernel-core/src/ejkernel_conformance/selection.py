@@ -13,6 +13,7 @@ from ejkernel.ops.model import Case, Implementation, Op
 from ejkernel.ops.params import Direction
 from ejkernel.ops.plugins import registry
 from ejkernel.types.arguments import non_default_fields
+from ejkernel_conformance import row_states
 from ejkernel_conformance.claims import record_refusals
 from ejkernel_conformance.padding import has_segments
 from ejkernel_conformance.requests import may_have_several
@@ -95,6 +96,7 @@ class Selection:
             "ejk_subject": lambda: subjects,
             "ejk_differentiable": lambda: filter(_can_be_differentiated, subjects),
             "ejk_forward_mode": lambda: _with_forward_mode(self),
+            "ejk_row_states": lambda: filter(_has_row_states, subjects),
             "ejk_kernel_indexed": lambda: filter(_is_kernel_with_integers, subjects),
             "ejk_kernel_on_gpu": lambda: filter(_is_kernel, subjects) if current_device().platform == "gpu" else (),
             "ejk_padded": lambda: filter(_can_be_padded, subjects),
@@ -183,6 +185,13 @@ def _has_tangents(subject: Subject) -> bool:
     record = abstract_record(subject.op, subject.case)
     fields = differentiable_fields(subject.op.family, record)
     return _can_be_differentiated(subject) and not any(subject.implementation.forward_mode_limits(record, fields))
+
+
+def _has_row_states(subject: Subject) -> bool:
+    """Returns whether an implementation has a function for states of rows, and a case has rows that may be split."""
+    if subject.implementation.row_states is None:
+        return False
+    return row_states.can_be_summarised(subject.op.family, abstract_record(subject.op, subject.case))
 
 
 def _is_kernel_with_integers(subject: Subject) -> bool:

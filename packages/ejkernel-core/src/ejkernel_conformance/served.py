@@ -12,7 +12,7 @@ from typing import Any, TypeVar, final
 from ejkernel.ops.device import current_device
 from ejkernel.ops.dispatch import hardware_refusals
 from ejkernel.ops.params import Direction
-from ejkernel_conformance import claims, shards
+from ejkernel_conformance import claims, row_states, shards
 from ejkernel_conformance.subjects import Subject, abstract_record, refusal
 
 Test = TypeVar("Test", bound=Callable[..., None])
@@ -65,6 +65,13 @@ def last_shard_refused(subject: Subject) -> str:
         return reason
     whole = abstract_record(subject.op, subject.case)
     return refusal(subject, "forward", record=shards.abstract_last_shard(subject.op.family, whole))
+
+
+def row_states_refused(subject: Subject) -> str:
+    """Returns why no summary of a subject's tokens has states of rows that its implementation computes."""
+    if reason := _refusal(subject, "forward"):
+        return reason
+    return "" if row_states.serves_some_summary(subject) else "row_states: returns None for the rows of this call"
 
 
 def candidates_refused(tunable: Any) -> str:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from ejkernel.families.split_recurrence import SplitRecurrence
 from ejkernel.types.arguments import array_fields
 from ejkernel.types.invariances import depends_on_batch
 
@@ -46,11 +47,14 @@ class TokenShardFunctions:
             `ejkernel.ops.grad.DeviceRun.row_states`.
         kernel_record_for_explain: Record of a device's tokens -> the record that its kernel gets, for `explain`.
         token_axis_letter: The axis letter of tokens.
+        recurrence: The functions of a recurrence that summarise a shard, if `run` calls them; the conformance suite
+            computes summaries with kernels that have `Implementation.row_states`.
     """
 
     run: Callable[[Callable[[Any], Any], Any, Any], Any]
     kernel_record_for_explain: Callable[[Any], Any]
     token_axis_letter: str = "t"
+    recurrence: SplitRecurrence | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

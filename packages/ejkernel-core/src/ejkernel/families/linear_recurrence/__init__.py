@@ -22,7 +22,11 @@ from ejkernel.families.linear_recurrence.record import (
     with_plain_states,
 )
 from ejkernel.families.linear_recurrence.reference import reference
-from ejkernel.families.linear_recurrence.token_shards import record_for_explain, run_on_token_shard
+from ejkernel.families.linear_recurrence.token_shards import (
+    SPLIT_RECURRENCE_FUNCTIONS,
+    record_for_explain,
+    run_on_token_shard,
+)
 from ejkernel.planning.requests import SHARED, packed_requests, segment_owners
 from ejkernel.types.invariances import invariances_of_recurrences
 
@@ -103,7 +107,11 @@ FAMILY = Family(
     # Each shard is a separate call, since rows and heads are independent.
     shardable="bhg",
     aligned=(("h", "g"),),
-    token_sharding=TokenShardFunctions(run=run_on_token_shard, kernel_record_for_explain=record_for_explain),
+    token_sharding=TokenShardFunctions(
+        run=run_on_token_shard,
+        kernel_record_for_explain=record_for_explain,
+        recurrence=SPLIT_RECURRENCE_FUNCTIONS,
+    ),
     reference=reference,
     requests=requests,
     invariances=invariances_of_recurrences,

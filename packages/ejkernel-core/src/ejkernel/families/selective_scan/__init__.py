@@ -13,7 +13,11 @@ from ejkernel.families.selective_scan.record import (
     first_state,
 )
 from ejkernel.families.selective_scan.reference import reference
-from ejkernel.families.selective_scan.token_shards import record_for_explain, run_on_token_shard
+from ejkernel.families.selective_scan.token_shards import (
+    SPLIT_RECURRENCE_FUNCTIONS,
+    record_for_explain,
+    run_on_token_shard,
+)
 from ejkernel.planning.requests import packed_requests
 from ejkernel.types.invariances import invariances_of_recurrences
 
@@ -64,7 +68,11 @@ FAMILY = Family(
     axes=axes,
     # Each shard is a separate call, since rows and channels are independent.
     shardable="bi",
-    token_sharding=TokenShardFunctions(run=run_on_token_shard, kernel_record_for_explain=record_for_explain),
+    token_sharding=TokenShardFunctions(
+        run=run_on_token_shard,
+        kernel_record_for_explain=record_for_explain,
+        recurrence=SPLIT_RECURRENCE_FUNCTIONS,
+    ),
     reference=reference,
     requests=requests,
     invariances=invariances_of_recurrences,
