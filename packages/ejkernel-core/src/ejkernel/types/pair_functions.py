@@ -179,6 +179,10 @@ def _traced(name: str, function: Any, parameters: tuple[str, ...], score: Any = 
     closed = jax.make_jaxpr(lambda *values: _checked_result(name, function(*values)))(*scalars)
     if len(closed.jaxpr.outvars) != 1:
         raise ValueError(f"{name}: got a function with {len(closed.jaxpr.outvars)} results, wants one scalar")
+    if _has_constants_in_calls(closed.jaxpr):
+        # The arrays of inner functions become captured ones, which is where every kernel looks for arrays.
+        nested = closed
+        closed = jax.make_jaxpr(lambda *values: _evaluate(nested.jaxpr, [*nested.consts, *values])[0])(*scalars)
     return PairFunction(captured=tuple(map(jnp.asarray, closed.consts)), program=PairProgram(closed.jaxpr))
 
 
@@ -244,6 +248,12 @@ def _has_inner_functions(jaxpr: "Jaxpr") -> bool:
         elif any(_is_jaxpr(x) for x in jax.tree.leaves(list(eqn.params.values()))):
             return True
     return False
+
+
+def _has_constants_in_calls(jaxpr: "Jaxpr") -> bool:
+    """Returns whether a function of `jit` in a jaxpr closes over arrays."""
+    inner = [eqn.params["jaxpr"] for eqn in jaxpr.eqns if eqn.primitive.name == "jit"]
+    return any(closed.consts or _has_constants_in_calls(closed.jaxpr) for closed in inner)
 
 
 def _evaluate(jaxpr: "Jaxpr", values: list[Any]) -> list[Any]:
