@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ejkernel.modules import flash_attention
+from ejkernel.ops import batch_invariant
 from ejkernel.types import MaskInfo
 
 KEYS = jax.random.split(jax.random.key(0), 4)
@@ -94,3 +95,16 @@ def test_a_mask_of_keys_hides_padding() -> None:
 def test_arrays_that_do_not_fit_are_refused(given: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         flash_attention(QUERY, KEY, VALUE, **given)
+
+
+@pytest.mark.parametrize("queries", [9, 19])
+def test_a_row_has_the_same_bits_alone_and_in_a_shorter_call(queries: int) -> None:
+    slopes = jnp.array([0.7, -1.3, 0.3, 0.11])
+    query, key, value = QUERY[:, :queries], KEY[:, :queries], VALUE[:, :queries]
+    with batch_invariant():
+        both = flash_attention(query, key, value, causal=True, alibi_slopes=slopes, platform="xla")
+        alone = flash_attention(query[1:], key[1:], value[1:], causal=True, alibi_slopes=slopes, platform="xla")
+        first = (x[:, :7] for x in (query, key, value))
+        prefix = flash_attention(*first, causal=True, alibi_slopes=slopes, platform="xla")
+    np.testing.assert_array_equal(both[1:], alone)
+    np.testing.assert_array_equal(both[:, :7], prefix)

@@ -54,6 +54,23 @@ def test_a_table_is_a_bias_of_distances_with_its_gradient(options, cfg):
         np.testing.assert_allclose(one, other, **SMALL)
 
 
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_minus_infinity_masks_its_distance_alone(cap):
+    table = TABLE.at[:, :2].set(-jnp.inf).at[1, 9].set(-jnp.inf)
+
+    def results(given):
+        def loss(table, query):
+            output = flash_attention(query, KEY, VALUE, **given(table), logits_soft_cap=cap, platform="xla", cfg=TILES)
+            return jnp.sum(jnp.sin(output))
+
+        return jax.value_and_grad(loss, argnums=(0, 1))(table, QUERY)
+
+    got = results(lambda table: {"relative_bias": table})
+    want = results(lambda table: {"bias": in_memory(table, 19, 23)})
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, **SMALL)
+
+
 def test_the_reference_is_the_loop():
     query, key, value, table = (np.asarray(x, np.float64) for x in (QUERY[:1, :7], KEY[:1, :9], VALUE[:1, :9], TABLE))
     call = naive.Call(query=query, key=key, value=value, relative_bias=table, causal=True, logits_soft_cap=2.0)

@@ -128,7 +128,8 @@ def compute_scores(
     if record.logits_soft_cap is not None:
         bounded, masked = jnp.tanh(scores / record.logits_soft_cap), scores == -jnp.inf
         scores, slope = record.logits_soft_cap * bounded, 1 - bounded * bounded
-        if record.bias is not None:  # tanh(-inf) is -1, and what a bias of -inf hides would be attended to
+        # tanh(-inf) is -1, and what a bias of -inf hides would be attended to.
+        if record.bias is not None or record.relative_bias is not None:
             scores = jnp.where(masked, -jnp.inf, scores)
     unmodified = scores
     if record.score_mod is not None:
@@ -145,19 +146,32 @@ def _alibi_bias(slopes: jax.Array, record: TiledAttention, plan: TilePlan, at: O
     k = _positions(record.kv_positions, plan.keys, at, plan.batch, tile)[:, None, None, None, :]
     heads = take(slopes, (at.batch, at.head * plan.group), (plan.batch, plan.heads * plan.group))
     heads = heads.reshape(-1, plan.heads, plan.group, 1, 1).astype(accumulator(record))
-    return heads * jnp.abs(k - q).astype(heads.dtype)
+    distances = jnp.abs(k - q).astype(heads.dtype)
+    # Without the clip, LLVM rounds the product and its sum with the scores once in some programs and twice in others:
+    # a row would have other bits in another batch.
+    largest = jnp.finfo(heads.dtype).max
+    return jnp.clip(heads * distances, -largest, largest)
+
+
+def distance_entries(
+    table: jax.Array, record: TiledAttention, plan: TilePlan, at: OuterStep, tile: jax.Array
+) -> jax.Array:
+    """Returns the index of the entry of a table [H, n] that each diagonal of a tile has, int32 [t + s - 1].
+
+    The lowest distance comes first.
+    """
+    t, s, farthest = plan.queries.block, plan.keys.block, table.shape[1] // 2
+    first = plan.keys.start(tile) + _dropout_origin(record, 3) - (at.query + _dropout_origin(record, 2) + t - 1)
+    distance = first + jnp.arange(t + s - 1, dtype=jnp.int32)
+    return farthest + jnp.clip(distance, -farthest, farthest)
 
 
 def relative_distances(table: jax.Array, record: TiledAttention, plan: TilePlan, at: OuterStep, tile: jax.Array) -> Any:
     """Returns which entry of a table [H, n] each diagonal of a tile has: one-hot [n, t + s - 1].
 
-    The lowest distance comes first. A product with it reads the table, and one with its transpose adds to it, in the
-    same order in every run.
+    A product with its transpose adds to the table, in the same order in every run.
     """
-    t, s, farthest = plan.queries.block, plan.keys.block, table.shape[1] // 2
-    first = plan.keys.start(tile) + _dropout_origin(record, 3) - (at.query + _dropout_origin(record, 2) + t - 1)
-    distance = first + jnp.arange(t + s - 1, dtype=jnp.int32)
-    entry = farthest + jnp.clip(distance, -farthest, farthest)
+    entry = distance_entries(table, record, plan, at, tile)
     return (jnp.arange(table.shape[1], dtype=jnp.int32)[:, None] == entry).astype(accumulator(record))
 
 
@@ -167,8 +181,8 @@ def _bias_from_distance_table(
     """Returns the bias of a tile, [1, h, g, t, s], from a table [H, n] of distances."""
     t, s, heads = plan.queries.block, plan.keys.block, plan.heads * plan.group
     rows = take(table, (at.head * plan.group, 0), (heads, table.shape[1])).astype(accumulator(record))
-    entries = relative_distances(table, record, plan, at, tile)
-    diagonals = jnp.einsum("hn,nd->hd", rows, entries, precision=lax.Precision.HIGHEST)
+    # Read, not multiplied by zeros and ones: an entry of -inf masks its distance alone.
+    diagonals = rows[:, distance_entries(table, record, plan, at, tile)]
     # Row i of the tile has the diagonals from t - 1 - i on: copies of t + s entries, read t + s - 1 at a time, shift.
     repeated = jnp.tile(jnp.pad(diagonals, ((0, 0), (0, 1))), (1, t))
     shifted = repeated[:, : t * (t + s - 1)].reshape(heads, t, t + s - 1)
