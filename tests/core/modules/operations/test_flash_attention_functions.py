@@ -9,8 +9,9 @@ from jax.sharding import PartitionSpec as P
 import ejkernel
 from ejkernel.modules import blocksparse_attention, flash_attention
 from ejkernel.modules.operations.configs import FlashAttentionConfig
-from ejkernel.ops import BwdParams, FwdParams, forward_mode
+from ejkernel.ops import BwdParams, FwdParams, forward_mode, second_derivatives
 from ejkernel.ops.call import _compiled_function
+from ejkernel.types.pair_functions import score_function
 
 KEYS = jax.random.split(jax.random.key(0), 5)
 TOKENS, HEADS = 36, 4
@@ -259,3 +260,39 @@ def test_a_function_may_return_a_python_number():
     np.testing.assert_array_equal(got, flash_attention(x, x, x, mask_mod=lambda b, h, q_idx, k_idx: q_idx >= 0))
     means = flash_attention(x, x, x, score_mod=lambda score, b, h, q_idx, k_idx: 0.0)
     np.testing.assert_allclose(means, jnp.broadcast_to(x.mean(1, keepdims=True), x.shape), rtol=1e-5, atol=1e-6)
+
+
+def test_a_function_may_call_a_compiled_one_that_closes_over_arrays():
+    """The array is one of the call's, as it is without the inner `jit`; kernels find no other."""
+    x = jax.random.normal(jax.random.key(0), (1, 6, 4, 8))
+
+    @jax.jit
+    def slope(h):
+        return SINKS[h, 0]
+
+    def bias(score, b, h, q_idx, k_idx):
+        return score + slope(h) * (k_idx - q_idx)
+
+    (captured,) = score_function("score_mod", bias, jnp.float32).captured
+    np.testing.assert_array_equal(captured, SINKS)
+    want = flash_attention(x, x, x, score_mod=lambda score, b, h, q_idx, k_idx: score + SINKS[h, 0] * (k_idx - q_idx))
+    np.testing.assert_array_equal(flash_attention(x, x, x, score_mod=bias), want)
+
+
+@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
+def test_a_factor_on_scores_that_a_bias_masks_has_a_gradient(twice):
+    hidden = jax.random.bernoulli(jax.random.key(1), 0.4, (2, HEADS, TOKENS, TOKENS))
+    bias, factors = jnp.where(hidden, -jnp.inf, 0.0), jnp.arange(1.0, 1 + HEADS)
+
+    def gradient(factors, **masks):
+        def loss(factors):
+            output = flash_attention(QUERY, KEY, VALUE, score_mod=lambda s, b, h, q, k: s * factors[h], **masks)
+            return jnp.sum(output * COTANGENT)
+
+        with second_derivatives():
+            derive = jax.grad(lambda factors: jax.grad(loss)(factors).sum()) if twice else jax.grad(loss)
+            return derive(factors)
+
+    want = gradient(factors, attention_mask=~hidden)
+    assert np.abs(want).min() > 1e-2
+    np.testing.assert_allclose(gradient(factors, bias=bias), want, rtol=1e-4, atol=1e-4)

@@ -37,6 +37,7 @@ from ejkernel.families.tiled_attention.record import (
 )
 from ejkernel.families.tiled_attention.scores import apply_soft_cap, round_to_logits_dtype
 from ejkernel.planning import dropout
+from ejkernel.types.pair_functions import PairFunction
 from ejkernel.types.sparse_masks import Mask
 
 
@@ -84,10 +85,23 @@ def reference_scores(record: TiledAttention, accumulator_dtype: Any) -> tuple[ja
     if record.logits_soft_cap is not None:
         scores = apply_soft_cap(scores, record.logits_soft_cap)
     if record.score_mod is not None:
-        scores = record.score_mod.of_pairs(scores, *indices_in_call(record)).astype(accumulator_dtype)
+        scores = _modified_scores(record, record.score_mod, scores)
     if record.logits_dtype != jnp.float32:
         scores = round_to_logits_dtype(record.logits_dtype, scores)
     return scores, _allowed_pairs(record)
+
+
+def _modified_scores(record: TiledAttention, function: PairFunction, scores: jax.Array) -> jax.Array:
+    """Returns the scores after `score_mod`.
+
+    A score of -inf that stays -inf has the gradient 0, also where the function multiplies it.
+    """
+
+    def modified(scores: jax.Array) -> jax.Array:
+        return function.of_pairs(scores, *indices_in_call(record)).astype(scores.dtype)
+
+    masked = (scores == -jnp.inf) & (lax.stop_gradient(modified(scores)) == -jnp.inf)
+    return jnp.where(masked, -jnp.inf, modified(jnp.where(masked, 1, scores)))
 
 
 def _bias_from_distance_table(record: TiledAttention, table: jax.Array) -> jax.Array:

@@ -59,6 +59,8 @@ def pull_back_scores(
         captured = tuple(floating.get(n, x) for n, x in enumerate(function.captured))
         return modify_scores(dataclasses.replace(function, captured=captured), scores, record, plan, at, tile)
 
+    # A function that multiplies a score of -inf with an array would have the gradient -inf x 0.
+    unmodified = jnp.where((unmodified == -jnp.inf) & (dscores == 0), 1, unmodified)
     dunmodified, gradients = jax.vjp(run, unmodified, floating)[1](dscores)
     return dunmodified, tuple(gradients.get(n) for n in range(len(function.captured)))
 
