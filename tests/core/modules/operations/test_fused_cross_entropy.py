@@ -148,6 +148,43 @@ def test_a_head_that_is_a_function_passes_gradients_to_what_it_closes_over():
     np.testing.assert_allclose(jax.grad(ours)(head), jax.grad(whole)(head), rtol=1e-5, atol=1e-7)
 
 
+def test_tokens_to_ignore_may_hold_nan_with_a_function_for_a_head():
+    given = arrays()
+    head = given.pop("lm_head_weight")
+    weights = jnp.ones(T).at[5].set(0)
+    mask = jnp.ones(T, bool).at[7].set(False)
+
+    def loss(hidden, head):
+        options = {"targets": given["targets"], "weights": weights, "attention_mask": mask, "chunk_size": 5}
+        return fused_cross_entropy(hidden=hidden, lm_head_fn=lambda x: x @ head, **options).loss
+
+    poisoned = given["hidden"].at[jnp.array([3, 5, 7])].set(jnp.nan)
+    for hidden in (given["hidden"], poisoned):
+        gradients = jax.grad(loss, (0, 1))(hidden, head)
+        want = jax.grad(loss, (0, 1))(given["hidden"], head)
+        jax.tree.map(np.testing.assert_array_equal, gradients, want)
+        assert np.isfinite(gradients[1]).all()
+
+
+def test_targets_of_other_axes_are_refused_with_a_function_for_a_head():
+    hidden, targets = jnp.ones((2, 3, D)), jnp.zeros((3, 2), jnp.int32)
+    with pytest.raises(ValueError, match=r"targets: got shape \(3, 2\), wants \(2, 3\)"):
+        fused_cross_entropy(hidden=hidden, targets=targets, lm_head_fn=lambda x: x)
+
+
+@pytest.mark.parametrize("strategy", ["vocab", "block", "token"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gradients_of_logits_in_blocks_that_do_not_divide_the_vocabulary(strategy, reduction):
+    """The last block begins early, within the one before it."""
+    logits, targets = jax.random.normal(jax.random.key(1), (7, 17)), jnp.arange(7)
+
+    def loss(logits, **chunks):
+        return fused_cross_entropy(logits, targets, reduction=reduction, **chunks).loss.sum()
+
+    got = jax.grad(loss)(logits, chunk_size=5, chunk_strategy=strategy)
+    np.testing.assert_allclose(got, jax.grad(loss)(logits), rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_no_array_has_all_tokens_and_the_whole_vocabulary(reduction):
     """Beyond arguments and gradients there are a sum in float32 and at most three blocks of logits."""

@@ -70,7 +70,8 @@ def add_tokens(
         sums, rows = carry
         gradient = logit_gradient(record, vocabulary_block(record, entries), factors)
         if record.lm_head is None:
-            rows = None if rows is None else replace_span(rows, gradient, entries, 1)
+            # The last block begins early: the gradient of an entry that an earlier block had is 0 here, and stays.
+            rows = None if rows is None else replace_span(rows, cut(rows, entries, 1) + gradient, entries, 1)
         elif rows is not None:
             narrow = gradient.astype(record.inputs.dtype)
             rows = rows + product(narrow, cut(record.lm_head, entries, 1), ((1,), (1,)), dtype)
