@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from ejkernel.arithmetic import cdiv
 from ejkernel.modules.operations.shared.shapes import as_count
-from ejkernel.modules.operations.shared.token_losses import check_exactly_one
+from ejkernel.modules.operations.shared.token_losses import check_exactly_one, check_token_axes
 
 TOKENS_PER_BLOCK = 1024
 """Tokens in a block, unless the call says how many."""
@@ -24,7 +24,7 @@ def head_function_loss(loss: Callable[..., Any], arguments: dict[str, Any]) -> A
         arguments: All arguments of the call, by name.
 
     Raises:
-        ValueError: The call gives logits or a head as well, or a mesh; or no hidden states.
+        ValueError: The call gives logits or a head as well, or a mesh; or no hidden states; or a shape is wrong.
     """
     options = {name: value for name, value in arguments.items() if name not in ("lm_head_fn", "hidden", "chunk_size")}
     function, hidden = arguments["lm_head_fn"], arguments["hidden"]
@@ -35,6 +35,9 @@ def head_function_loss(loss: Callable[..., Any], arguments: dict[str, Any]) -> A
     shape, reduction = tuple(hidden.shape[:-1]), options.pop("reduction")
     size = max(1, min(as_count("chunk_size", arguments["chunk_size"]) or TOKENS_PER_BLOCK, hidden[..., 0].size))
     per_token = {name: options.pop(name) for name in TOKEN_FIELDS}
+    for name, array in per_token.items():
+        if array is not None:
+            check_token_axes(name, array, shape, *(array.shape[-1:] if name == "soft_targets" else ()))
     if per_token["weights"] is None:
         per_token["weights"] = jnp.ones(shape, jnp.promote_types(hidden.dtype, jnp.float32))
     blocks = {
@@ -45,7 +48,8 @@ def head_function_loss(loss: Callable[..., Any], arguments: dict[str, Any]) -> A
 
     @jax.checkpoint
     def loss_of_block(block: dict[str, jax.Array]) -> Any:
-        logits = function(block.pop("hidden"))
+        # A token of weight 0 may hold NaN, which would reach the gradients of what the function closes over.
+        logits = function(jnp.where(_counts(block, options["ignore_index"])[:, None], block.pop("hidden"), 0))
         return loss(logits, **block, **options, reduction="none" if reduction == "none" else "sum")
 
     results = jax.lax.map(loss_of_block, blocks)
@@ -57,6 +61,14 @@ def head_function_loss(loss: Callable[..., Any], arguments: dict[str, Any]) -> A
     else:
         loss_, z_loss = (jnp.sum(x) / (total if reduction == "mean" else 1) for x in (results.loss, results.z_loss))
     return type(results)(loss_, z_loss, weight_sum, accuracy)
+
+
+def _counts(block: dict[str, jax.Array], ignore_index: int) -> jax.Array:
+    """Returns whether each token has a weight other than 0."""
+    counts = block["weights"] != 0
+    if "attention_mask" in block:
+        counts &= block["attention_mask"] != 0
+    return counts & (block["targets"] != ignore_index) if "targets" in block else counts
 
 
 def _split_rows_into_blocks(rows: jax.Array, size: int) -> jax.Array:
