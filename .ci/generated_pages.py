@@ -26,6 +26,8 @@ FIGURES = ROOT / "docs/figures"
 GROUPS = tomllib.loads((Path(__file__).parent / "operation_pages.toml").read_text())
 CITED = re.compile(r"(?<!\[)`benchmarks/results/(\w+\.md)`")
 """A table of measurements that a page cites by its path in the repository."""
+LINKED = re.compile(r"\]\((?:\.\./)+benchmarks/(?:results/(\w+\.md)|README\.md)")
+"""A link to a table of measurements, or to the list of the scripts, as it works in a checkout."""
 FIGURE = re.compile(r"!\[([^\]]*)\]\(([./\w]*figures/)(\w+)\.svg\)")
 TERMS = {
     "implementation": "implementations?",
@@ -129,6 +131,7 @@ def finish(markdown: str, path: str) -> str:
     """Returns a page with links to measurements and to the glossary, dark figures, and the note on pages of the lab."""
     folder = posixpath.dirname(path) or "."
     results = posixpath.relpath("results", folder)
+    markdown = LINKED.sub(lambda link: f"]({results}/{link[1] or 'scripts.md'}", markdown)
     markdown = CITED.sub(rf"[`benchmarks/results/\1`]({results}/\1)", markdown)
     markdown = FIGURE.sub(_both_themes, markdown)
     markdown = _unbroken_code(markdown)

@@ -50,6 +50,24 @@ def test_every_page_of_measurements_and_of_the_lab_is_in_the_navigation():
     assert not [page for page in pages if f": {page}\n" not in navigation]
 
 
+def test_links_of_pages_work_in_a_checkout_and_on_the_site():
+    from generated_pages import finish
+
+    built = {"order_of_choice.md", "support_matrix.md", "models.md", "upstream.md", "api/operations.md"}
+    pages = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md"), *ROOT.glob("*.md")]
+    dead = []
+    for page in pages:
+        text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for link in re.findall(r"\]\(([^)#\s]+)", text):
+            target = (page.parent / link).resolve()
+            is_built = target.is_relative_to(ROOT / "docs") and str(target.relative_to(ROOT / "docs")) in built
+            if not link.startswith(("http", "mailto:")) and not target.exists() and not is_built:
+                dead.append(f"{page.relative_to(ROOT)}: {link}")
+    assert not dead, "\n".join(dead)
+    links = "[a](../../benchmarks/results/x_gpu.md#part), [b](../../benchmarks/README.md)"
+    assert "[a](../results/x_gpu.md#part), [b](../results/scripts.md)" in finish(links, "operations/page.md")
+
+
 def test_short_code_in_tables_stays_on_one_line():
     from generated_pages import finish
 
