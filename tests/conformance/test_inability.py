@@ -106,7 +106,7 @@ INABILITY = {
     "a computation that is another kernel's": "|".join(
         [
             r"beta: got None; the implementation '(triton|cuda_chunked)' serves recurrences without the delta rule",
-            "score_mod: got None, and mask_mod is None too; this implementation needs one of them",
+            "score_mod: got None, needs a function for it or for mask_mod",
             "low_rank_read: got None; the implementations 'triton' and 'triton_delta' serve recurrences without it",
             rf"decay: got (None|{N} per head), wants a gate per key channel, {N} per head",
             "a shared prefix together with a window or alibi, which count from each query's own position",

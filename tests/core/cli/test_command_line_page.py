@@ -36,3 +36,10 @@ def test_help_of_commands_matches_the_page(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     shown = CliRunner().invoke(main, [*command, "--help"], prog_name="ejkernel").output
     assert "\n".join(line.rstrip() for line in shown.rstrip().splitlines()) == written()[command]
+
+
+def test_the_page_shows_where_a_configuration_comes_from_as_the_program_does():
+    said = CliRunner().invoke(main, ["explain", "flash_attention", "--shape", "1,4096,16,128", "--platform", "xla"]).output
+    tiers = "\n".join(line.rstrip() for line in said.partition("Configuration ")[2].partition("\n\n")[0].splitlines())
+    assert tiers.startswith("from heuristics: ")
+    assert f"Configuration {tiers}\n" in PAGE.read_text()

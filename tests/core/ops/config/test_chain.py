@@ -103,7 +103,7 @@ def test_trail_has_a_sentence_for_each_tier(plain, x, chain):
         "overlay: none active",
         "memory: no entry",
         "persistent: no entry in the user store or a shipped table",
-        "autotune: off in the policy",
+        "autotune: not tried, cache_miss_fallback of the policy is 'heuristics'",
         "heuristics: the implementation's rule",
     )
 

@@ -6,7 +6,7 @@ from ejkernel.families.tiled_attention.mask_terms import needs_mask_function
 from ejkernel.families.tiled_attention.record import TiledAttention
 from ejkernel.planning.scalar_programs import scalar_program
 
-NO_FUNCTIONS = "score_mod: got None, and mask_mod is None too; this implementation needs one of them"
+NO_FUNCTIONS = "score_mod: got None, needs a function for it or for mask_mod"
 
 
 def function_refusals(record: TiledAttention) -> Iterable[str]:

@@ -263,8 +263,10 @@ class ConfigSelectorChain:
 
     def _select_tuned(self, key: ConfigKey, request: Request, argument: Any, trail: list[str]) -> Selection | None:
         policy = effective_policy(self.policy, self)
-        if not policy.tunes_on_miss:
-            trail.append("autotune: off in the policy")
+        if not policy.allow_autotune:
+            trail.append("autotune: not allowed by the policy")
+        elif not policy.tunes_on_miss:
+            trail.append("autotune: not tried, cache_miss_fallback of the policy is 'heuristics'")
         elif request.direction == "backward" and not policy.validate_backward:
             trail.append("autotune: the policy measures forward passes alone")
         elif key in self._untunable:
