@@ -24,7 +24,7 @@ def parse_options(description: str) -> argparse.Namespace:
 def print_table_header(peer_name: str) -> None:
     """What the figures below were measured with, and the head of their table."""
     print(shared.report.heading())
-    print("float32; medians of runs in turns; temporary memory\n")
+    print("float32; medians of interleaved runs; temporary memory\n")
     columns = ("size", "pass", "ejkernel ms", f"{peer_name} ms", "speed-up", "ejkernel MB", f"{peer_name} MB")
     print(shared.report.markdown_table(columns, ()))
 

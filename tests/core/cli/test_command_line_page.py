@@ -39,7 +39,8 @@ def test_help_of_commands_matches_the_page(command, monkeypatch):
 
 
 def test_the_page_shows_where_a_configuration_comes_from_as_the_program_does():
-    said = CliRunner().invoke(main, ["explain", "flash_attention", "--shape", "1,4096,16,128", "--platform", "xla"]).output
+    command = ["explain", "flash_attention", "--shape", "1,4096,16,128", "--platform", "xla"]
+    said = CliRunner().invoke(main, command).output
     tiers = "\n".join(line.rstrip() for line in said.partition("Configuration ")[2].partition("\n\n")[0].splitlines())
     assert tiers.startswith("from heuristics: ")
     assert f"Configuration {tiers}\n" in PAGE.read_text()
