@@ -1,7 +1,7 @@
 """How many of the indexer's selected keys change by rounding, in NumPy on a CPU.
 
-Compared are a model of the sums of Hopper's fp8 tensor cores, half-precision sums over heads, and the rounding of queries
-and keys to float8_e4m3fn.
+Compared are a model of the sums of Hopper's fp8 tensor cores, half-precision sums over heads, and the rounding of
+queries and keys to float8_e4m3fn.
 
     python benchmarks/selected_attention/fp8_sums_cpu.py
 
