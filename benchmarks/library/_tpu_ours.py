@@ -371,9 +371,10 @@ def pages(queries: int, page: int = 16, trees: bool = False, prefix: int = 0) ->
 
 def pages_with_term(term: str, by_function: bool, queries: int) -> Workload:
     """Ragged paged attention as in `pages`, with a window of 1024 keys, ALiBi slopes or a soft cap, by the argument for
-    it or by a function of pairs.
+    it or by a function of pairs; or with three documents per sequence, by a function alone.
     """
     slopes, plain = jnp.exp2(-8.0 * (jnp.arange(32) + 1) / 32), pages(queries)
+    documents = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 3, (16, 2048))), jnp.int32)
 
     def decay(score: Any, b: Any, h: Any, q_pos: Any, k_pos: Any) -> Any:
         return score + slopes[h] * (k_pos - q_pos)
@@ -381,6 +382,7 @@ def pages_with_term(term: str, by_function: bool, queries: int) -> Workload:
     arguments, functions = {
         "window": ({"sliding_window": 1024}, {"mask_mod": lambda b, h, q, k: q - k < 1024}),
         "slopes": ({"alibi_slopes": slopes}, {"score_mod": decay}),
+        "documents": ({}, {"mask_mod": lambda b, h, q, k: documents[b, q] == documents[b, k]}),
         "soft cap": ({"logits_soft_cap": 20.0}, {"score_mod": lambda s, b, h, q, k: 20.0 * jnp.tanh(s / 20.0)}),
     }[term]
     options: dict[str, Any] = functions if by_function else arguments

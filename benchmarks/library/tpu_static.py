@@ -219,8 +219,13 @@ ALL = (
     *(
         case(f"paged {kind}, {term}{by}, ejkernel", "pages_with_term", OURS, term=term, by_function=bool(by), queries=n)
         for kind, n in (("decode", 1), ("prefill of 512", 512))
-        for term, name in (("window", "mask_mod"), ("slopes", "score_mod"), ("soft cap", "score_mod"))
-        for by in ("", f" by {name}")
+        for term, name in (
+            ("window", "mask_mod"),
+            ("slopes", "score_mod"),
+            ("soft cap", "score_mod"),
+            ("documents", "mask_mod"),
+        )
+        for by in (("", f" by {name}") if term != "documents" else (f" by {name}",))
     ),
     case("paged prefill of 512, JAX ragged, 32 pages a block", "ragged_pages", queries=512, pages=32, q_block=128),
     *LATENT,

@@ -54,7 +54,7 @@ def test_attention_kernels_spill_nothing_and_fit_vmem(kind, target):
     assert spilled == {name: SPILLED.get((target, kind, name), 0) for name in KERNELS}
 
 
-def pages(queries):
+def pages(queries, score_mod=None):
     """16 sequences of 2048 tokens, of which `queries` are new."""
     table = np.random.default_rng(0).permutation(16 * 128).astype(np.int32).reshape(16, 128)
     args = (
@@ -65,13 +65,30 @@ def pages(queries):
         (np.arange(17) * queries).astype(np.int32),
         np.array([16], np.int32),
     )
-    return Workload(function=lambda *args: ragged_page_attention_v2(*args, platform="pallas"), args=args)
+
+    def function(*args):
+        return ragged_page_attention_v2(*args, score_mod=score_mod, platform="pallas")
+
+    return Workload(function=function, args=args)
 
 
 @pytest.mark.parametrize(("queries", "target"), pair_cases_with_chips((1, 512), CHIPS))
 def test_paged_attention_spills_nothing(queries, target):
     case = Case(label="pages", build=f"{__file__}:pages", kwargs={"queries": queries})
     (report,) = profile_many([case], target=target)
+    assert report.error is None
+    (kernel,) = report.kernels
+    assert kernel.spills == kernel.fills == 0
+
+
+def pages_with_slopes():
+    """The prefill of `pages` with a slope per head by `score_mod`."""
+    slopes = jnp.exp2(-8.0 * (jnp.arange(32) + 1) / 32)
+    return pages(512, lambda s, b, h, q, k: s + slopes[h] * (k - q))
+
+
+def test_functions_over_pages_spill_nothing():
+    (report,) = profile_many([Case(label="slopes", build=f"{__file__}:pages_with_slopes", kwargs={})], target="v5e")
     assert report.error is None
     (kernel,) = report.kernels
     assert kernel.spills == kernel.fills == 0

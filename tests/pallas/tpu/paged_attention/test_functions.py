@@ -27,6 +27,7 @@ TILES, SINGLE = TpuPaged(block_q=8, block_kv=128, parts=2), TpuPaged(block_q=1, 
 TILES_OF_ONE = tile_sizes_of(SINGLE)
 RANDOM = np.random.default_rng(5)
 SLOPES, BIASES, HEAD_BIASES = (jnp.asarray(RANDOM.normal(size=n), jnp.float32) for n in (4, (3, 384), (4, 384)))
+GATES = jnp.asarray(RANDOM.random((6, 384)), jnp.float32)
 FLAGS, STARTS = jnp.asarray(RANDOM.random((3, 384)) < 0.7), jnp.array([150, 30, 0], jnp.int32)
 DOCUMENTS = jnp.asarray(np.sort(RANDOM.integers(0, 3, (3, 384))), jnp.int32)
 
@@ -52,6 +53,12 @@ def by_key(s, b, h, q, k):
     return s + BIASES[b, k] + HEAD_BIASES[h, k] + SLOPES[h]
 
 
+def gated(s, b, h, q, k):
+    """Reads values of query and head, and of head and key; a finite row of the lowest scores still attends."""
+    lowest = jnp.finfo(jnp.float32).min
+    return jnp.where(q == 20, lowest, s * GATES[h, q] + HEAD_BIASES[h % 4, k])
+
+
 def flagged(b, h, q, k):
     return (FLAGS[b, k] | (k % 4 == q % 4)) & ((k >> 3) % 2 != h) & (k >= STARTS[b])
 
@@ -70,6 +77,7 @@ CASES = {
         | mask(lambda b, h, q, k: (k % 5 >= b) & (q - k < 100))
         | {"shared_prefix": jnp.int32(30), "chunk_size": 140, "softmax_aux": SLOPES},
     ),
+    "tiles, groups of 3 heads": (V2, TpuPaged(block_q=80, block_kv=128), score(gated)),
     "written, scores of -inf and NaN": (V3, TILES, score(masking) | mask(same_document)),
 }
 
@@ -145,8 +153,9 @@ def test_many_values_of_keys_have_smaller_blocks():
 def test_functions(name):
     """Several blocks of keys, and sequences without keys that they attend."""
     op, params, fields = CASES[name]
-    q_lens = (20, 1, 33) if params is TILES else (1, 1, 1)
-    sizes = PagedSizes(kv_lens=(300, 40, 130), q_lens=q_lens, dtype=jnp.bfloat16, g=2, h=4)
+    q_lens = {8: (20, 1, 33), 80: (100, 30, 1)}.get(params.block_q, (1, 1, 1))
+    heads = 6 if "groups of 3" in name else 4
+    sizes = PagedSizes(kv_lens=(300, 40, 130), q_lens=q_lens, dtype=jnp.bfloat16, g=2, h=heads)
     make, options = (paged_inputs.v2_inputs, {}) if op == V2 else (paged_inputs.v3_inputs, {"softmax_scale": None})
     record = dataclasses.replace(lowered(op, make, sizes, **options), **fields)
     assert not list(refusal_reasons(record))

@@ -2,8 +2,9 @@
 
 value                   there is one per            the kernel reads it from
 ---------------------   -------------------------   --------------------------------------------
-of h, or a constant     query head                  an array that stays in VMEM, a lane per value
-of b or q_idx           query row of a tile         an array copied with the queries, as above
+of h, or a constant     query head                  an array that stays in VMEM, 128 lanes per value
+of b or q_idx           query row of a tile, and    an array copied with the queries, a plane of
+                        per head if it reads h      rows per value, or per value and KV head
 element of an array     key, and per sequence and   an array copied with the pages of a block, a
 by k_idx                head if it reads them       line per value, or per value and query head
 
@@ -42,8 +43,8 @@ class RowPlace(NamedTuple):
 
     Attributes:
         kind: `BY_HEAD`, `BY_QUERY` or `BY_KEY`.
-        position: Its lane, or its first line.
-        reads_head: Whether it has a line per query head.
+        position: Its index among the values of query heads, or its first plane or line.
+        reads_head: Whether it has a plane per KV head, or a line per query head.
     """
 
     kind: str
@@ -80,26 +81,33 @@ class PagedFunctions:
             split = getattr(self, name)
             yield from () if split is None else ((name, row) for row in split.rows)
 
-    def places(self, name: str, num_heads: int) -> list[RowPlace]:
+    def places(self, name: str, num_heads: int, kv_heads: int) -> list[RowPlace]:
         """Returns where the values of one of the functions are, in order.
 
         Args:
             name: `"score_mod"` or `"mask_mod"`.
             num_heads: The number of query heads, including those that are padding.
+            kv_heads: The number of KV heads, as the kernel counts them.
         """
-        places = list[RowPlace]()
-        ends: dict[str, int] = dict.fromkeys((BY_HEAD, BY_QUERY, BY_KEY), 0)
+        places, per_head = list[RowPlace](), {BY_HEAD: 1, BY_QUERY: kv_heads, BY_KEY: num_heads}
+        ends: dict[str, int] = dict.fromkeys(per_head, 0)
         for of_function, row in self.rows():
             kind, reads_head = kind_of_row(row), "h" in row.reads
             if of_function == name:
                 places.append(RowPlace(kind, ends[kind], reads_head))
-            ends[kind] += num_heads if kind == BY_KEY and reads_head else 1
+            ends[kind] += per_head[kind] if reads_head else 1
         return places
 
     def num_lines(self, num_heads: int) -> int:
         """Returns the number of lines of the values per key."""
-        by_key = [row for _, row in self.rows() if kind_of_row(row) == BY_KEY]
-        return sum(num_heads if "h" in row.reads else 1 for row in by_key)
+        return self._count(BY_KEY, num_heads)
+
+    def num_planes(self, kv_heads: int) -> int:
+        """Returns the number of planes of the values per query row."""
+        return self._count(BY_QUERY, kv_heads)
+
+    def _count(self, kind: str, per_head: int) -> int:
+        return sum(per_head if "h" in row.reads else 1 for _, row in self.rows() if kind_of_row(row) == kind)
 
 
 def paged_functions(record: PagedAttention) -> PagedFunctions | None:

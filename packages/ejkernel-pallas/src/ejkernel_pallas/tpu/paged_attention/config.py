@@ -10,7 +10,7 @@ from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.rotation import key_head_dim
 from ejkernel.ops.device import current_device
 from ejkernel_pallas.tpu.generations import is_v7x
-from ejkernel_pallas.tpu.mosaic.paged_functions import BY_HEAD, BY_QUERY, paged_functions
+from ejkernel_pallas.tpu.mosaic.paged_functions import paged_functions
 from ejkernel_pallas.tpu.mosaic.paged_layout import MEMORY_TILE_ROWS, stores_tokens_along_lanes
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention.spec import (
@@ -64,6 +64,10 @@ MAX_TILE_ROWS, MAX_TILE_ELEMENTS = 1024, 2**20
 """The largest number of query rows per KV head in a tile, and of 16-bit elements of its rows over all heads."""
 
 
+MAX_ARRAYS_BY_ROW = 3
+"""The largest number of arrays with 128 lanes per row and KV head that half as many rows as usual fit into VMEM."""
+
+
 def tile_sizes_of(config: TpuPaged) -> PagedTiles:
     """Returns the tile sizes of a configuration."""
     return PagedTiles(queries=config.block_q, keys=config.block_kv, parts=config.parts)
@@ -111,12 +115,12 @@ def default_tile_tokens(record: PagedAttention) -> int:
         MAX_TILE_ROWS * paged_cache.kv_heads(record) // heads,
         MAX_TILE_ELEMENTS // (heads * max(LANES, key_head_dim(record)) * words),
     )
-    by_row = (record.softmax_aux is not None) + (record.alibi_slopes is not None)
+    by_row = (record.softmax_aux is not None) + (record.alibi_slopes is not None) + (record.shared_prefix is not None)
     functions = paged_functions(record)
     if functions is not None:
-        by_row += functions.has_rows(BY_HEAD) + 2 * functions.has_rows(BY_QUERY)
-    if by_row + (record.shared_prefix is not None) > 1:
-        most //= 2  # each row has sinks, slopes or values of functions in VMEM, or an output in float32
+        by_row += cdiv(2 * functions.num_planes(paged_cache.kv_heads(record)), paged_cache.kv_heads(record))
+    if by_row > 1:  # each row has sinks, slopes or values of functions in VMEM, or an output in float32
+        most //= max(2, cdiv(by_row, MAX_ARRAYS_BY_ROW))
     if record.code_bits is not None:
         most = min(most, MAX_CODE_TILE_ROWS * paged_cache.kv_heads(record) // heads)
     if record.qq_bias is not None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import custom_batching
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.arithmetic import LOG2E, cdiv
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.paged_attention import PagedAttention, causal_window_bounds
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.mask_functions import with_windows_of_function
@@ -197,7 +197,8 @@ def _resident_operands(record: PagedAttention, spec: PagedSpec) -> dict[str, jax
     """Returns the arrays that stay in VMEM during the whole kernel."""
     constants: dict[str, jax.Array] = {}
     if record.softmax_aux is not None:
-        constants["sinks"] = operands.head_values_by_row(record.softmax_aux.astype(jnp.float32) * LOG2E, spec)
+        sinks = record.softmax_aux.astype(jnp.float32) * operands.softmax_unit(spec)
+        constants["sinks"] = operands.head_values_by_row(sinks, spec)
     for name, codebook in (("key_table", record.key_codebook), ("value_table", record.value_codebook)):
         if codebook is not None:
             constants[name] = operands.code_table(codebook)
@@ -268,7 +269,8 @@ def _scratch_of_row_terms(spec: PagedSpec) -> dict[str, Any]:
     if spec.has_row_contexts:
         scratch["context_buffer"] = pltpu.VMEM((2, spec.rows_per_tile, LANES), jnp.float32)
     if spec.functions is not None and spec.functions.has_rows(BY_QUERY):
-        scratch["function_queries_buffer"] = pltpu.VMEM((2, spec.kv_heads, spec.rows_per_tile, LANES), jnp.int32)
+        shape = (2, spec.functions.num_planes(spec.kv_heads), spec.rows_per_tile, LANES)
+        scratch["function_queries_buffer"] = pltpu.VMEM(shape, jnp.int32)
     if spec.functions is not None and spec.functions.has_rows(BY_KEY):
         shape = (PREFETCHED_BLOCKS + 1, spec.functions.num_lines(spec.heads), 1, spec.block_kv)
         scratch["function_keys_buffer"] = pltpu.VMEM(shape, jnp.int32)

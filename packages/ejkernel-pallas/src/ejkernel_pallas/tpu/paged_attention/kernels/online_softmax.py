@@ -27,7 +27,7 @@ from ejkernel_pallas.tpu.mosaic.vectors import LANES, column_to_row, lane_groups
 from ejkernel_pallas.tpu.paged_attention.kernels.copies import WorkItem
 from ejkernel_pallas.tpu.paged_attention.kernels.load_codes import CodeChunk
 from ejkernel_pallas.tpu.paged_attention.kernels.load_keys import KeyChunk, key_and_head_of_index, num_head_groups
-from ejkernel_pallas.tpu.paged_attention.kernels.operands import has_score_mod, score_unit
+from ejkernel_pallas.tpu.paged_attention.kernels.operands import has_score_mod, score_unit, softmax_unit
 from ejkernel_pallas.tpu.paged_attention.kernels.pair_functions import FunctionPairs, apply_functions
 from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs, ProductBuffers
 from ejkernel_pallas.tpu.paged_attention.spec import SMALL_PRODUCT_ROWS, PagedSpec
@@ -331,9 +331,9 @@ def _update_chunk(refs: PagedRefs, chunk: HeadChunk, n: int, spec: PagedSpec) ->
         # In rows without any key so far exp2(-inf - 0) = 0, not NaN.
         shift = jnp.where(row_max == -jnp.inf, 0.0, row_max)
     refs.row_max[rows] = row_max
-    alpha[...] = jnp.exp2(before - shift)
+    alpha[...] = _exponential(before - shift, spec)
     # Scores are loaded again instead of kept in registers across the reduction, where they would spill.
-    weights_f32 = jnp.exp2(scores[...] - repeat_lanes(shift, shape[1]))
+    weights_f32 = _exponential(scores[...] - repeat_lanes(shift, shape[1]), spec)
     refs.row_sum[rows] = alpha[...] * refs.row_sum[rows] + functools.reduce(jnp.add, lane_groups(weights_f32))
     if chunk.codes is not None:
         weights_f32 *= chunk.codes.load_value_norms()
@@ -341,6 +341,11 @@ def _update_chunk(refs: PagedRefs, chunk: HeadChunk, n: int, spec: PagedSpec) ->
     _rescale_and_accumulate(
         refs, chunk, alpha, _multiply(weights[...], value, (1, keys_axis), spec.weights_dtype, spec)
     )
+
+
+def _exponential(difference: jax.Array, spec: PagedSpec) -> jax.Array:
+    """Returns the exponential function of a difference of scores in the unit of the softmax."""
+    return jnp.exp2(difference * LOG2E if has_score_mod(spec) else difference)
 
 
 def _rescale_and_accumulate(refs: PagedRefs, chunk: HeadChunk, alpha: Ref, product: jax.Array) -> None:
@@ -369,7 +374,7 @@ def write_results(refs: PagedRefs, head: Any, rows: ProductRows, spec: PagedSpec
     # The key of the maximum has weight 1, so a row with keys has a sum of at least 1. A row without keys has row_sum =
     # acc = 0 and row_max = -inf: its output becomes 0 and its lse -inf without a branch.
     row_sum = jnp.maximum(row_sum, 1.0)
-    lse = (row_max + jnp.log2(row_sum)) * (1.0 / LOG2E)
+    lse = row_max * (1.0 / softmax_unit(spec)) + jnp.log2(row_sum) * (1.0 / LOG2E)
     factor = spec.value_scale / row_sum
     acc = refs.acc[head, rows.row_slice, :]
     output = refs.output_buffer
@@ -387,7 +392,7 @@ def _write_column_as_lanes(ref: Any, x: jax.Array, index: tuple[Any, ...], start
 
 
 def _compute_scores(refs: PagedRefs, chunk: HeadChunk, spec: PagedSpec) -> jax.Array:
-    """Returns scores as powers of two, before all masks but that of functions."""
+    """Returns scores in the unit of the softmax, before all masks but that of functions."""
     s = _unmodified_scores(refs, chunk, spec)
     if chunk.key_chunk is None or chunk.key_positions is None:
         return s
@@ -397,7 +402,7 @@ def _compute_scores(refs: PagedRefs, chunk: HeadChunk, spec: PagedSpec) -> jax.A
 
 
 def _unmodified_scores(refs: PagedRefs, chunk: HeadChunk, spec: PagedSpec) -> jax.Array:
-    """Returns scores as powers of two, or in their own unit if there is a `score_mod`."""
+    """Returns scores before functions and masks, in the unit of the softmax."""
     query = refs.query_buffer[chunk.rows.buffer_slot, chunk.head, chunk.rows.row_slice, :]
     if chunk.codes is not None:
         s = _code_scores(query, chunk, chunk.codes, spec)
@@ -423,7 +428,7 @@ def _unmodified_scores(refs: PagedRefs, chunk: HeadChunk, spec: PagedSpec) -> ja
         s += jnp.concatenate([slopes * x for x in columns], axis=1)
     cap = None
     if spec.soft_cap is not None:
-        cap = spec.soft_cap * (1.0 if has_score_mod(spec) else LOG2E)
+        cap = spec.soft_cap * softmax_unit(spec)
     if chunk.bias_index is None:
         return s if cap is None else jnp.tanh(s) * cap
     rows = pl.ds(0, 1) if spec.tokens_per_tile == 1 else chunk.rows.row_slice

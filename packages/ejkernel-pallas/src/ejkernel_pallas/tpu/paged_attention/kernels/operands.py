@@ -7,9 +7,11 @@ from ejkernel.arithmetic import LOG2E, cdiv
 from ejkernel.families.paged_attention import PagedAttention, qq_bias_of_pairs, round_to_compute_dtype
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel_pallas.tpu.mosaic.code_rows import CodeFormat
+from ejkernel_pallas.tpu.mosaic.paged_functions import BY_QUERY, kind_of_row
 from ejkernel_pallas.tpu.mosaic.paged_layout import caches_as_stored
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES
 from ejkernel_pallas.tpu.paged_attention.kernels.pair_bias import bias_tokens_per_copy
+from ejkernel_pallas.tpu.paged_attention.kernels.pair_functions import rows_per_head_period
 from ejkernel_pallas.tpu.paged_attention.plan import WorkList
 from ejkernel_pallas.tpu.paged_attention.spec import PagedSpec
 
@@ -88,17 +90,22 @@ def _pair_bias_rows(
 
 
 def has_score_mod(spec: PagedSpec) -> bool:
-    """Returns whether there is a `score_mod`, which takes scores in their own unit instead of powers of two."""
+    """Returns whether there is a `score_mod`, which takes scores and returns them in their own unit."""
     return spec.functions is not None and spec.functions.score_mod is not None
 
 
-def score_unit(spec: PagedSpec) -> float:
-    """Returns the factor on what is added to scores, which are powers of two or arguments of the soft cap or of
-    `score_mod`.
+def softmax_unit(spec: PagedSpec) -> float:
+    """Returns the factor on scores in the softmax: they are powers of two unless a `score_mod` returns them.
+
+    Scaling its results too would take operations for each pair, and could turn a finite score into -inf, which masks.
+    Instead, differences from the maximum are scaled.
     """
-    if spec.soft_cap is not None:
-        return 1 / spec.soft_cap
     return 1.0 if has_score_mod(spec) else LOG2E
+
+
+def score_unit(spec: PagedSpec) -> float:
+    """Returns the factor on what is added to scores, which may be arguments of the soft cap."""
+    return softmax_unit(spec) if spec.soft_cap is None else 1 / spec.soft_cap
 
 
 def pack_row_terms(row_positions: jax.Array, spec: PagedSpec, work: WorkList) -> dict[str, jax.Array]:
@@ -147,18 +154,23 @@ def head_values_by_row(values: jax.Array, spec: PagedSpec) -> jax.Array:
 
 
 def pack_values_by_query(values: jax.Array, spec: PagedSpec, work: WorkList) -> jax.Array:
-    """Returns values of functions [T, H, n] as [Hk, rows, 128], in the order of packed queries, with a lane each."""
+    """Returns values of functions [T, H, n] as planes of packed query rows, each in every lane, [planes, rows, 128]."""
+    assert spec.functions is not None  # it has the values
     values = values.at[work.token_at_index].get(mode="fill", fill_value=0)
-    values = jnp.pad(values, ((0, 0), (0, spec.heads - values.shape[1]), (0, LANES - values.shape[2])))
-    values = values.reshape(-1, spec.kv_heads, spec.group_size, LANES).swapaxes(0, 1)
-    return values.reshape(spec.kv_heads, -1, LANES)
+    values = jnp.pad(values, ((0, 0), (0, spec.heads - values.shape[1]), (0, 0)))
+    planes = values.reshape(-1, spec.kv_heads, spec.group_size, values.shape[2]).transpose(3, 1, 0, 2)
+    planes = planes.reshape(values.shape[2], spec.kv_heads, -1)
+    rows = [row for _, row in spec.functions.rows() if kind_of_row(row) == BY_QUERY]
+    planes = [x if "h" in row.reads else x[:1] for x, row in zip(planes, rows, strict=True)]
+    planes = jnp.concatenate(planes)
+    return jnp.broadcast_to(planes[..., None], (*planes.shape, LANES))
 
 
 def pack_values_by_head(values: jax.Array, spec: PagedSpec) -> jax.Array:
-    """Returns values of functions [1, H, n] for the rows of a tile, [Hk, rows of a tile, 128], with a lane each."""
-    values = jnp.pad(values[0], ((0, spec.heads - values.shape[1]), (0, LANES - values.shape[2])))
-    values = values.reshape(spec.kv_heads, spec.group_size, LANES)
-    return jnp.tile(values, (1, cdiv(spec.rows_per_tile, spec.group_size), 1))[:, : spec.rows_per_tile]
+    """Returns values of functions [1, H, n] for two periods of rows, [Hk, 2 period, 128 n], each in 128 lanes."""
+    values = jnp.pad(values[0], ((0, spec.heads - values.shape[1]), (0, 0)))
+    values = jnp.repeat(values, LANES, axis=1).reshape(spec.kv_heads, spec.group_size, -1)
+    return jnp.tile(values, (1, 2 * rows_per_head_period(spec) // spec.group_size, 1))
 
 
 def pack_new_tokens(record: PagedAttention) -> tuple[jax.Array, ...]:

@@ -1,13 +1,17 @@
 """`score_mod` and `mask_mod` of a product: loads the values that `mosaic.paged_functions` lists, and computes the rest
 for all pairs of the product.
 
-HBM   function_rows_by_query [Hk, rows, 128]        function_rows_by_key [N|1, lines, 1, keys]
+HBM   function_rows_by_query [planes, rows, 128]    function_rows_by_key [N|1, lines, 1, keys]
   │   copied with the queries of an item              │   copied with the pages of a block
   ▼                                                   ▼
 VMEM  function_queries_buffer[slot]  _rows_by_head   function_keys_buffer[slot]
-          a lane of rows, broadcast to keys              a line of keys, broadcast to rows
+          rows, the same in every lane                   a line of keys, broadcast to rows
+
+A broadcast of one lane to all takes the slow XLU, and the registers that wait for it would spill. So values of rows are
+stored in every lane. Functions are computed for 128 keys at a time.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -16,15 +20,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.arithmetic import LOG2E
-from ejkernel_pallas.tpu.mosaic.paged_functions import BY_HEAD, BY_KEY, RowPlace
+from ejkernel.arithmetic import cdiv
+from ejkernel_pallas.tpu.mosaic.division import divide
+from ejkernel_pallas.tpu.mosaic.paged_functions import BY_HEAD, BY_QUERY, RowPlace
 from ejkernel_pallas.tpu.mosaic.pair_functions import evaluate_pairs
-from ejkernel_pallas.tpu.mosaic.vectors import LANES, repeat_lanes
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES, lane_groups
 from ejkernel_pallas.tpu.paged_attention.kernels.copies import KeyBlock
 from ejkernel_pallas.tpu.paged_attention.kernels.load_keys import KeyChunk, key_and_head_of_index
 from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs
 from ejkernel_pallas.tpu.paged_attention.spec import PagedSpec
-from ejkernel_pallas.tpu.tiled_attention.spec import MASKED_SCORE
 
 
 class FunctionPairs(NamedTuple):
@@ -70,57 +74,79 @@ def copy_key_rows(refs: PagedRefs, block: KeyBlock, spec: PagedSpec, *, wait: bo
 
 
 def apply_functions(refs: PagedRefs, s: jax.Array, at: FunctionPairs, spec: PagedSpec) -> jax.Array:
-    """Returns scores as powers of two after the functions; -inf where `mask_mod` is False.
+    """Returns scores after the functions; -inf where `mask_mod` is False.
 
     Args:
         refs: Buffers of the functions' values.
-        s: The scores; in their own unit if there is a `score_mod`, else as powers of two.
+        s: The scores.
         at: The pairs.
         spec: The kernel's constants.
     """
-    functions, shape = spec.functions, (at.num_rows, at.key_positions.shape[1])
+    groups = [_apply_to_lanes(refs, x, n * LANES, at, spec) for n, x in enumerate(lane_groups(s))]
+    return jnp.concatenate(groups, axis=1)
+
+
+def _apply_to_lanes(refs: PagedRefs, s: jax.Array, lane: int, at: FunctionPairs, spec: PagedSpec) -> jax.Array:
+    functions = spec.functions
     assert functions is not None  # the caller looked
     if functions.score_mod is not None:
-        s = evaluate_pairs(functions.score_mod.pairs, [s, *_inputs(refs, "score_mod", at, shape, spec)], shape)
-        # A finite score stays finite, since one of -inf masks.
-        s = jnp.where(s == -jnp.inf, s, jnp.maximum(s * LOG2E, MASKED_SCORE))
+        s = evaluate_pairs(functions.score_mod.pairs, [s, *_inputs(refs, "score_mod", lane, at, spec)], s.shape)
     if functions.mask_mod is not None:
-        mask = evaluate_pairs(functions.mask_mod.pairs, _inputs(refs, "mask_mod", at, shape, spec), shape)
+        mask = evaluate_pairs(functions.mask_mod.pairs, _inputs(refs, "mask_mod", lane, at, spec), s.shape)
         s = jnp.where(mask, s, -jnp.inf)
     return s
 
 
-def _inputs(refs: PagedRefs, name: str, at: FunctionPairs, shape: tuple[int, int], spec: PagedSpec) -> list[jax.Array]:
-    """Returns the values of a function and the positions of queries and keys, for all pairs."""
+def _inputs(refs: PagedRefs, name: str, lane: int, at: FunctionPairs, spec: PagedSpec) -> list[jax.Array]:
+    """Returns the values of a function and the positions of queries and keys, [rows, 128] or [1, 128], for the pairs
+    with 128 keys from `lane` on.
+    """
     functions = spec.functions
     assert functions is not None  # the caller looked
     values = [
-        _as_dtype(_load(refs, place, at, shape, spec), row.dtype)
-        for row, place in zip(getattr(functions, name).rows, functions.places(name, spec.heads), strict=True)
+        _as_dtype(_load(refs, place, lane, at, spec), row.dtype)
+        for row, place in zip(
+            getattr(functions, name).rows, functions.places(name, spec.heads, spec.kv_heads), strict=True
+        )
     ]
-    return [*values, _query_positions(refs, at, shape, spec), jnp.broadcast_to(at.key_positions, shape)]
+    return [*values, _query_positions(refs, at, spec), at.key_positions[:, lane : lane + LANES]]
 
 
-def _load(refs: PagedRefs, place: RowPlace, at: FunctionPairs, shape: tuple[int, int], spec: PagedSpec) -> jax.Array:
-    """Returns a value for all pairs, int32."""
-    rows, lane = pl.ds(at.first_row, at.num_rows), slice(place.position, place.position + 1)
+def _load(refs: PagedRefs, place: RowPlace, first_lane: int, at: FunctionPairs, spec: PagedSpec) -> jax.Array:
+    """Returns a value of rows or of the 128 keys from `first_lane` on, int32 [rows, 128] or [1, 128]."""
+    if place.kind == BY_QUERY:
+        plane = place.position + at.head if place.reads_head else place.position
+        return refs.function_queries_buffer[at.buffer_slot, plane, pl.ds(at.first_row, at.num_rows), :]
+    period = rows_per_head_period(spec)
+    # Products of one size begin at multiples of it.
+    aligned = isinstance(at.first_row, int) or at.num_rows % period == 0
+    start = 0 if aligned else pl.multiple_of(at.first_row - divide(at.first_row, period) * period, SUBLANES)
     if place.kind == BY_HEAD:
-        return jnp.broadcast_to(refs.function_rows_by_head[at.head, rows, lane], shape)
-    if place.kind != BY_KEY:
-        return jnp.broadcast_to(refs.function_queries_buffer[at.buffer_slot, at.head, rows, lane], shape)
-    keys = pl.ds(pl.multiple_of(at.keys.start_in_buffer, LANES), at.keys.num_keys)
+        lanes = slice(place.position * LANES, (place.position + 1) * LANES)
+        return _repeat_rows(refs.function_rows_by_head[at.head, pl.ds(start, period), lanes], at.num_rows)
+    keys = pl.ds(pl.multiple_of(at.keys.start_in_buffer + first_lane, LANES), LANES)
 
     def line(index: Any) -> jax.Array:
-        return jnp.broadcast_to(refs.function_keys_buffer[at.keys.buffer_slot, index, :, keys], shape)
+        return refs.function_keys_buffer[at.keys.buffer_slot, index, :, keys]
 
     if not place.reads_head:
         return line(place.position)
     first = place.position + at.head * spec.group_size
-    head_of_row = (lax.broadcasted_iota(jnp.int32, shape, 0) + at.first_row) % spec.group_size
-    value = line(first)
+    head_of_row = (lax.broadcasted_iota(jnp.int32, (period, LANES), 0) + start) % spec.group_size
+    value = jnp.broadcast_to(line(first), head_of_row.shape)
     for n in range(1, spec.group_size):
         value = jnp.where(head_of_row == n, line(first + n), value)
-    return value
+    return _repeat_rows(value, at.num_rows)
+
+
+def rows_per_head_period(spec: PagedSpec) -> int:
+    """Returns the number of rows, a multiple of 8, after which the query heads of a tile's rows repeat."""
+    return math.lcm(spec.group_size, SUBLANES)
+
+
+def _repeat_rows(x: jax.Array, num_rows: int) -> jax.Array:
+    """Returns `num_rows` rows, those of x again and again: the same registers, instead of more loads."""
+    return jnp.concatenate([x] * cdiv(num_rows, x.shape[0]), axis=0)[:num_rows]
 
 
 def _as_dtype(x: jax.Array, dtype: Any) -> jax.Array:
@@ -129,10 +155,10 @@ def _as_dtype(x: jax.Array, dtype: Any) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else x
 
 
-def _query_positions(refs: PagedRefs, at: FunctionPairs, shape: tuple[int, int], spec: PagedSpec) -> jax.Array:
+def _query_positions(refs: PagedRefs, at: FunctionPairs, spec: PagedSpec) -> jax.Array:
     rows = pl.ds(at.first_row, at.num_rows)
     if spec.has_row_positions:
-        return repeat_lanes(refs.position_buffer[at.buffer_slot, rows, :], shape[1])
+        return refs.position_buffer[at.buffer_slot, rows, :]
     if spec.tokens_per_tile == 1:
-        return jnp.full(shape, at.tile_position, jnp.int32)
-    return repeat_lanes(refs.token_of_row[rows, :] + at.tile_position, shape[1])
+        return jnp.full((1, LANES), at.tile_position, jnp.int32)
+    return refs.token_of_row[rows, :] + at.tile_position

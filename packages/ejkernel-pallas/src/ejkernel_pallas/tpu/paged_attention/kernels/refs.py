@@ -38,7 +38,7 @@ class PagedRefs:
         new_keys: New tokens, in HBM; same for `new_values`.
         output: [Hk, rows, Dv], in HBM.
         lse: [items, Hk, 1, rows of a tile], in HBM.
-        sinks: [Hk, rows of a tile, 128], as powers of two.
+        sinks: [Hk, rows of a tile, 128], in the unit of the softmax.
         alibi_slopes: [Hk, rows of a tile, 128]: the slope of each row's head, in the unit that scores have where it is
             added.
         context_lengths: int32 [N], tokens of each sequence before its queries, in scalar memory.
@@ -47,9 +47,9 @@ class PagedRefs:
             queries, in the unit of scores. `PagedSpec.pair_bias_columns` follow `block_kv` columns of zeros.
         row_positions: int32 [rows, 128], in HBM: the position of each row in its sequence, the same in every lane.
         row_contexts: float32 [rows, 128], in HBM: the tokens before the queries of each row's sequence.
-        function_rows_by_head: int32 [Hk, rows of a tile, 128]: values of functions, a lane each, as listed by
-            `mosaic.paged_functions`. `function_rows_by_query` [Hk, rows, 128] and `function_rows_by_key` [N|1, lines,
-            1, keys], a line each, are in HBM.
+        function_rows_by_head: int32 [Hk, two periods of rows, 128 per value]: values of functions, the same in 128
+            lanes, as listed by `mosaic.paged_functions`. `function_rows_by_query` [planes, rows, 128], a plane each,
+            and `function_rows_by_key` [N|1, lines, 1, keys], a line each, are in HBM.
         query_buffer: Scratch, [2, Hk, rows of a tile, D]; same for `output_buffer` and `lse_buffer`.
         row_max: Scratch, [Hk, rows of a tile, 128], the same in every lane.
         row_sum: Scratch, [Hk, rows of a tile, 128]; a partial sum in every lane.
@@ -66,7 +66,7 @@ class PagedRefs:
         row_bias: Scratch, float32 [chunks, rows of a tile, keys]: the bias of each row and key of a product; one row
             per chunk if a tile has one token.
         position_buffer: Scratch, int32 [2, rows of a tile, 128]; same for `context_buffer`.
-        function_queries_buffer: Scratch, int32 [2, Hk, rows of a tile, 128]: the functions' values of the tile's rows.
+        function_queries_buffer: Scratch, int32 [2, planes, rows of a tile, 128]: functions' values of the rows.
         function_keys_buffer: Scratch, int32 [3, lines, 1, block_kv]: the functions' values of a block's keys.
         head_keys: Scratch, [Hk, part, D]; same for `head_values`.
         query_arrived: DMA semaphores, one per query buffer.
