@@ -87,12 +87,12 @@ def apply_functions(refs: PagedRefs, s: jax.Array, at: FunctionPairs, spec: Page
 
 
 def _apply_to_lanes(refs: PagedRefs, s: jax.Array, lane: int, at: FunctionPairs, spec: PagedSpec) -> jax.Array:
-    functions = spec.functions
+    functions, shape = spec.functions, (at.num_rows, LANES)
     assert functions is not None  # the caller looked
     if functions.score_mod is not None:
-        s = evaluate_pairs(functions.score_mod.pairs, [s, *_inputs(refs, "score_mod", lane, at, spec)], s.shape)
+        s = evaluate_pairs(functions.score_mod.pairs, [s, *_inputs(refs, "score_mod", lane, at, spec)], shape)
     if functions.mask_mod is not None:
-        mask = evaluate_pairs(functions.mask_mod.pairs, _inputs(refs, "mask_mod", lane, at, spec), s.shape)
+        mask = evaluate_pairs(functions.mask_mod.pairs, _inputs(refs, "mask_mod", lane, at, spec), shape)
         s = jnp.where(mask, s, -jnp.inf)
     return s
 
