@@ -165,6 +165,18 @@ def test_arrays_with_explicit_axes_are_split_as_their_types_say():
     np.testing.assert_allclose(got, want, **SMALL)
 
 
+def test_constants_of_a_function_are_computed_under_explicit_axes():
+    """A remainder has a sign of a constant, which is computed while the call is traced for its shards."""
+
+    def call(query, key, value):
+        return flash_attention(query, key, value, mask_mod=lambda b, h, q, k: (q + k + h + b) % 3 > 0)
+
+    mesh = jax.make_mesh((2,), ("dp",), (jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        got = call(*(jax.device_put(x, jax.NamedSharding(mesh, P("dp"))) for x in (QUERY, KEY, VALUE)))
+    np.testing.assert_allclose(got, call(QUERY, KEY, VALUE), **SMALL)
+
+
 def test_a_batch_of_any_size_is_exported():
     def call(query, ids):
         return flash_attention(query, query, query, mask_mod=lambda b, h, q, k: ids[b, q] == ids[b, k])

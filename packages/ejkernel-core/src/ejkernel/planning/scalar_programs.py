@@ -7,15 +7,17 @@ What reads no index, such as `2 * table`, is computed by XLA before the kernel: 
 results, by indices that it may compute from all of its inputs. An operation that no kernel has is a refusal.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh
 
 from ejkernel.planning.scalar_operations import (
     DTYPES,
@@ -154,7 +156,7 @@ def derivatives_by_loads(program: ScalarProgram) -> tuple[ScalarProgram, dict[in
     jaxpr = jax.make_jaxpr(jax.grad(run))(*shapes).jaxpr
     builder = _Builder((), program.nodes)
     env: dict[Any, Any] = dict(zip(jaxpr.invars, (*loads, *inputs), strict=True))
-    with jax.ensure_compile_time_eval():
+    with _computing_constants():
         results = builder.translate(jaxpr, env)
     nodes = [0 if x is None else x for x in results]
     refusals = tuple(dict.fromkeys(builder.refusals))
@@ -171,7 +173,7 @@ def _translate_program(program: PairProgram) -> tuple[ScalarProgram, Callable[[S
     names = INPUTS if has_score else INDEX_NAMES
     scalars: list[Any] = list(jaxpr.invars[num_captured:])
     env: dict[Any, Any] = {x: builder.add(name, (), x.aval.dtype) for name, x in zip(names, scalars, strict=True)}
-    with jax.ensure_compile_time_eval():  # operations of constants are computed
+    with _computing_constants():
         results = builder.translate(jaxpr, env)
     nodes = [0 if x is None else x for x in results]  # a refused function has no result
     translated = ScalarProgram(
@@ -182,6 +184,13 @@ def _translate_program(program: PairProgram) -> tuple[ScalarProgram, Callable[[S
         refusals=tuple(dict.fromkeys(builder.refusals)),
     )
     return translated, builder.compute_arrays
+
+
+@contextlib.contextmanager
+def _computing_constants() -> Iterator[None]:
+    """Computes operations of constants on one device, also where a call is traced for the shards of a mesh."""
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), jax.ensure_compile_time_eval():
+        yield
 
 
 def _flat_jaxpr(program: PairProgram) -> "Jaxpr":
