@@ -13,6 +13,7 @@ from ejkernel.families.lightning_indexer import (
     TopKeyIndicesAndScores,
     accumulator,
     axes,
+    nothing_selected,
     num_keys,
     rectify,
 )
@@ -33,11 +34,9 @@ def forward(record: LightningIndexer, config: IndexerTiles) -> tuple[TopKeyIndic
     Returns:
         Indices [B, T, K] int32 and scores [B, T, K] in the accumulator's dtype. There are no residuals.
     """
-    (rows, tokens, *_), dtype = record.query.shape, accumulator(record)
-    # `validate` wants heads and channels, so there are no keys.
+    # `validate` wants heads and channels, so an empty array means that there are no queries or no keys.
     if not record.query.size or not record.key.size or not num_keys(record):
-        shape = (rows, tokens, record.top_k)
-        return (jnp.full(shape, -1, jnp.int32), jnp.full(shape, -jnp.inf, dtype)), ()
+        return nothing_selected(record), ()
     if config.batch_invariant:
         tile = QueryTile(block_q=config.block_q)
         return forward_in_query_tiles(lambda x, _: _selected_keys(x, config), record, axes(record), tile, 1), ()

@@ -73,6 +73,12 @@ def accumulator(record: LightningIndexer) -> Any:
     return jnp.promote_types(record.query.dtype, jnp.float32)
 
 
+def nothing_selected(record: LightningIndexer) -> TopKeyIndicesAndScores:
+    """Returns the result of a call without queries or keys: indices of -1 and scores of -inf, [B, T, K] each."""
+    shape = (*record.query.shape[:2], record.top_k)
+    return jnp.full(shape, -1, jnp.int32), jnp.full(shape, -jnp.inf, accumulator(record))
+
+
 def floats_from_ordered_integers(integers: jax.Array, dtype: Any) -> jax.Array:
     """Returns the floats of integers from `ejkernel.families.expert_routing.order_preserving_integers`.
 

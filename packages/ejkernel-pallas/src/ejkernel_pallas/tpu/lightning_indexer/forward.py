@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.families.lightning_indexer import LightningIndexer, TopKeyIndicesAndScores
+from ejkernel.families.lightning_indexer import LightningIndexer, TopKeyIndicesAndScores, nothing_selected
 from ejkernel_pallas.tpu.lightning_indexer import plan
 from ejkernel_pallas.tpu.lightning_indexer.config import BLOCK_Q, LANES, TpuIndexerTiles
 from ejkernel_pallas.tpu.lightning_indexer.kernels.refs import IndexerRefs
@@ -28,8 +28,7 @@ def forward(record: LightningIndexer, config: TpuIndexerTiles) -> tuple[TopKeyIn
     """
     (batch, tokens, *_), top_k = record.query.shape, record.top_k
     if not record.query.size or not record.key.size:
-        shape = (batch, tokens, top_k)
-        return (jnp.full(shape, -1, jnp.int32), jnp.full(shape, -jnp.inf, jnp.float32)), ()
+        return nothing_selected(record), ()
     spec = make_spec(record, config)
     bounds = plan.key_bounds(record, spec)
     first, end = plan.key_tile_bounds(bounds, spec)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.families.lightning_indexer import LightningIndexer, TopKeyIndicesAndScores, num_keys
+from ejkernel.families.lightning_indexer import LightningIndexer, TopKeyIndicesAndScores, nothing_selected, num_keys
 from ejkernel_pallas.tpu.lightning_indexer_decode import plan
 from ejkernel_pallas.tpu.lightning_indexer_decode.config import TpuIndexerDecodeTiles
 from ejkernel_pallas.tpu.lightning_indexer_decode.kernels.refs import IndexerDecodeRefs
@@ -29,8 +29,7 @@ def forward(record: LightningIndexer, config: TpuIndexerDecodeTiles) -> tuple[To
     """
     (batch, tokens, *_), top_k = record.query.shape, record.top_k
     if not record.query.size or not record.key.size or not num_keys(record):
-        shape = (batch, tokens, top_k)
-        return (jnp.full(shape, -1, jnp.int32), jnp.full(shape, -jnp.inf, jnp.float32)), ()
+        return nothing_selected(record), ()
     spec = make_spec(record, config)
     starts, ends = plan.key_bounds(record)
     row_bounds = plan.row_bounds(starts, ends)
