@@ -11,6 +11,7 @@ from ejkernel.ops import (
     ConfigSelectorChain,
     Executor,
     FwdParams,
+    Kernel,
     NoImplementationError,
     create_default_executor,
     overlay_cache,
@@ -134,3 +135,18 @@ def test_executors_share_no_memory_cache(plain, x):
 
     assert other.choose_config(Toy(), x).fwd_params.q_blocksize == 64
     assert default_chain().cache.size() == 0
+
+
+@pytest.mark.parametrize(
+    ("kernel", "message"),
+    [(toy.toy, "kernel: got toy, wants a Kernel, such as"), (Toy, r"kernel: got Toy, wants an object, Toy\(\)")],
+)
+def test_what_is_no_kernel_object_is_refused(x, executor, kernel, message):
+    for call in (executor, executor.explain, executor.choose_config, executor.compile):
+        with pytest.raises(ValueError, match=message):
+            call(kernel, x)
+
+
+def test_explain_refuses_a_kernel_without_an_operation(executor):
+    with pytest.raises(ValueError, match="kernel: got mine, which has no operation"):
+        executor.explain(Kernel("mine"))

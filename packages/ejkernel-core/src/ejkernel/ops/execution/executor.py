@@ -63,8 +63,10 @@ class Executor:
             **kwargs: Keyword arguments, `platform`, `mesh`, `in_specs` and `out_specs` included.
 
         Raises:
-            ValueError: `method` is unknown, one of the three is missing, or `check_vma` is set for an operation.
+            ValueError: `kernel` is no kernel object, `method` is unknown, one of the three is missing, or `check_vma` is
+                set for an operation.
         """
+        _check_kernel(kernel)
         if method not in (None, "shard_map"):
             raise ValueError(f"method: got {method!r}, wants None or 'shard_map'")
         prefix = self.stamp_prefix if stamp else None
@@ -85,7 +87,14 @@ class Executor:
             return kernel.run(*args, cfg=cfg, chain=self.chooser, **kwargs)
 
     def explain(self, kernel: Kernel[Cfg, Out], *args: Any, **kwargs: Any) -> Decision:
-        """Returns what the call would do, and why."""
+        """Returns what the call of an operation would do, and why.
+
+        Raises:
+            ValueError: `kernel` is one of the caller's own, for which there is no choice of implementations.
+        """
+        _check_kernel(kernel)
+        if kernel.is_custom:
+            raise ValueError(f"kernel: got {kernel.op_id}, which has no operation, wants a kernel of an operation")
         with explain_only():
             return self._operation_and_decision(kernel, *args, **kwargs)[1]
 
@@ -97,6 +106,7 @@ class Executor:
         Raises:
             NoImplementationError: No implementation serves the call.
         """
+        _check_kernel(kernel)
         if kernel.is_custom:
             args, kwargs = kernel.prepare(*args, **kwargs)
             return custom_kernel.choose(self.chooser, kernel, args, kwargs.pop("cfg", None), kwargs)
@@ -132,9 +142,18 @@ class Executor:
 
     def _operation_and_decision(self, kernel: Kernel[Cfg, Out], *args: Any, **kwargs: Any) -> tuple[Op, Decision]:
         """Returns the operation that carries the call out, and what it would do."""
+        _check_kernel(kernel)
         args, kwargs = kernel.prepare(*args, **kwargs)
         op, record, options = kernel.op.routed_call(*kernel.op.bind(args, kwargs))
         return op, decide(op, record, chain=self.chooser, **options)
+
+
+def _check_kernel(kernel: Any) -> None:
+    """Refuses what is no kernel object, such as an operation's function or a class of kernels."""
+    if not isinstance(kernel, Kernel):
+        name = getattr(kernel, "__name__", type(kernel).__name__)
+        wants = f"an object, {name}()" if isinstance(kernel, type) else "a Kernel, such as FlashAttention()"
+        raise ValueError(f"kernel: got {name}, wants {wants}")
 
 
 def create_default_executor(
