@@ -194,3 +194,35 @@ def test_rows_of_any_rank_over_devices():
 def test_groups_of_whole_rows_are_refused_where_rows_are_no_multiple_of_32():
     with pytest.raises(ValueError, match="group_size: got -1 with rows of 48 codes, wants rows in multiples of 32"):
         quantize(jnp.ones((64, 48)), -1, axis="col")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("axes", [(64,), (64, 1), (2,), (2, 1), (2, 64), (2, 64, 1)])
+def test_scales_of_rows_and_experts_mean_the_same_with_and_without_axes_of_1(dtype, axes):
+    experts = axes[0] == 2
+    shape = (2, 64, 128) if experts else (64, 128)
+    weight = jax.random.randint(jax.random.key(0), shape, -8, 9).astype(dtype)
+    scale = jnp.arange(1.0, 1 + np.prod(axes)).reshape(axes)
+    dense = weight.astype(jnp.float32) * scale.reshape(*axes, *(1,) * (len(shape) - len(axes)))
+    arguments = from_compressed_tensors({"weight": weight, "weight_scale": scale}, bits=8)
+    if experts:
+        x, sizes = jax.random.normal(jax.random.key(1), (5, 128)), jnp.array([2, 3])
+        got = grouped_matmul(x, group_sizes=sizes, **arguments)
+        want = jnp.concatenate([x[:2] @ dense[0].T, x[2:] @ dense[1].T])
+    else:
+        x = jax.random.normal(jax.random.key(1), (3, 128))
+        got, want = quantized_matmul(x, **arguments), x @ dense.T
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_scales_of_no_rows_are_refused(dtype):
+    tensors = {"weight": jnp.zeros((64, 128), dtype), "weight_scale": jnp.ones(32)}
+    with pytest.raises(ValueError, match=r"weight_scale: got shape \(32,\), wants \[64, groups\]"):
+        from_compressed_tensors(tensors, bits=8)
+
+
+def test_tensor_scales_of_other_experts_are_refused():
+    weight, scale = jnp.zeros((2, 64, 64), jnp.uint8), jnp.zeros((2, 64, 8), jnp.uint8)
+    with pytest.raises(ValueError, match=r"weight_scale_2: got shape \(3,\), wants one element, or \[2\]"):
+        from_nvfp4(weight, scale, jnp.ones(3))

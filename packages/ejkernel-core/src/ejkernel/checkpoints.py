@@ -7,6 +7,7 @@ Each function takes the tensors of one layer as a checkpoint stores them, and re
     grouped_matmul(rows, group_sizes=sizes, **from_mxfp4(blocks, scales))
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -89,8 +90,8 @@ def from_compressed_tensors(tensors: Mapping[str, jax.Array], *, bits: int = 4) 
         tensors: The layer's tensors by name: `weight_packed` int32 [N, K * bits / 32] with `weight_scale` and, of
             asymmetric weights, `weight_zero_point` (pack-quantized); `weight_packed` uint8 [N, K / 2] with
             `weight_scale` and `weight_global_scale` (nvfp4) or with scales alone (mxfp4); `weight` of int8 or
-            float8_e4m3fn with `weight_scale`. Scales are [N, K / group], [N, 1], [1] or, of float8, of blocks of 128.
-            Other names are not read.
+            float8_e4m3fn with `weight_scale`. Scales are [N, K / group], [N, 1], [N], [1] or, of float8, of blocks of
+            128; of experts [E, N, K / group], [E, N] or [E]. Other names are not read.
         bits: Of integers, as `quantization_config` says.
 
     Raises:
@@ -114,13 +115,14 @@ def from_compressed_tensors(tensors: Mapping[str, jax.Array], *, bits: int = 4) 
         words = _uint32_words_from_int32("weight_packed", weight)
     else:
         raise ValueError(f"bits: got {bits!r}, wants 2, 4 or 8, of which a word holds a whole number")
-    rows, columns = words.shape[-2], words.shape[-1] * WORD_BITS // bits
-    scale = jnp.broadcast_to(scale, (*words.shape[:-1], scale.shape[-1] if scale.ndim else 1))
+    columns = words.shape[-1] * WORD_BITS // bits
+    scale = _with_axes_of_weights("weight_scale", scale, (*words.shape[:-1], columns))
+    scale = jnp.broadcast_to(scale, (*words.shape[:-1], scale.shape[-1]))
     _, group = _columns_and_group_size("weight_scale", scale.shape[-1], columns)
     zero = tensors.get("weight_zero_point")
     if zero is None:
         return _matmul_arguments(words, {"scales": scale}, mode="symmetric", bits=bits, group_size=group)
-    zeros = _unsigned_zero_points(zero, bits, rows)
+    zeros = _unsigned_zero_points(zero, bits, (*words.shape[:-1], columns))
     stored = {"scales": scale, "zeros": jnp.broadcast_to(zeros, scale.shape).astype(scale.dtype)}
     return _matmul_arguments(words, stored, mode="affine", bits=bits, group_size=group)
 
@@ -164,6 +166,9 @@ def from_nvfp4(weight: jax.Array, weight_scale: jax.Array, weight_scale_2: jax.A
     if weight_scale_2 is not None:
         # One element, or one for each expert.
         shape = words.shape[:-2] if weight_scale_2.size > 1 else ()
+        if weight_scale_2.size not in (1, math.prod(words.shape[:-2])):
+            wants = f"one element, or [{', '.join(map(str, words.shape[:-2]))}]" if words.ndim > 2 else "one element"
+            raise ValueError(f"weight_scale_2: got shape {tuple(weight_scale_2.shape)}, wants {wants}")
         stored["tensor_scale"] = jnp.broadcast_to(weight_scale_2.astype(jnp.float32).reshape(shape), words.shape[:-2])
     return _matmul_arguments(words, stored, mode="nvfp4", bits=4, group_size=group)
 
@@ -199,9 +204,9 @@ def from_fp8_blocks(
 
 def _from_fp8(weight: jax.Array, scale: jax.Array) -> MatmulArguments:
     """Returns arguments for [..., N, K] of float8_e4m3fn with scales that broadcast to [..., N, K / group]."""
-    scale = scale.reshape(1, 1) if scale.size == 1 else scale
-    if scale.shape[-2] not in (1, weight.shape[-2]):
+    if scale.ndim == weight.ndim and scale.shape[-2] not in (1, weight.shape[-2]):
         return from_fp8_blocks(weight, scale)
+    scale = _with_axes_of_weights("weight_scale", scale, weight.shape)
     scale = jnp.broadcast_to(scale, (*weight.shape[:-1], scale.shape[-1]))
     if weight.ndim == 3:
         return {"rhs": weight, "rhs_scale": jnp.swapaxes(scale, 1, 2)[:, :, None], "transpose_rhs": True}
@@ -259,6 +264,23 @@ def _check_scales_of_rows(name: str, scales: jax.Array, rows: tuple[int, ...], g
         raise ValueError(f"{name}: got shape {tuple(scales.shape)}, wants [{wants}] for the rows of the weights")
 
 
+def _with_axes_of_weights(name: str, scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns scales with as many axes as weights [..., N, K]: one for all, one per expert, one per row, or groups.
+
+    Raises:
+        ValueError: The scales are of other rows.
+    """
+    if scales.size == 1:
+        return scales.reshape((1,) * len(shape))
+    leading = shape[: min(scales.ndim, len(shape) - 1)]
+    if scales.ndim > len(shape) or any(x not in (1, n) for x, n in zip(scales.shape, leading, strict=False)):
+        wants = ", ".join(map(str, shape[:-1]))
+        raise ValueError(
+            f"{name}: got shape {tuple(scales.shape)}, wants [{wants}, groups] for the rows of the weights"
+        )
+    return scales.reshape(*scales.shape, *((1,) * (len(shape) - scales.ndim)))
+
+
 def _columns_and_group_size(name: str, groups: int, columns: int) -> tuple[int, int]:
     """Returns the columns of a row and the columns of a group; -1 if a group is the whole row."""
     if not groups or columns % groups:
@@ -278,14 +300,15 @@ def _check_groups_in_order(g_idx: Any, columns: int | None, group_size: int | No
         )
 
 
-def _unsigned_zero_points(zero_point: jax.Array, bits: int, rows: int) -> jax.Array:
+def _unsigned_zero_points(zero_point: jax.Array, bits: int, shape: tuple[int, ...]) -> jax.Array:
     """Returns zeros [..., N, groups] of unsigned codes: packed along N in int32, or signed integers."""
-    if zero_point.dtype == jnp.int32 and zero_point.shape[-2] != rows:
+    rows = shape[-2]
+    if zero_point.dtype == jnp.int32 and zero_point.ndim == len(shape) and zero_point.shape[-2] != rows:
         columns_first = unpack(
             jnp.swapaxes(_uint32_words_from_int32("weight_zero_point", zero_point), -1, -2), bits, rows
         )
         return jnp.swapaxes(columns_first, -1, -2)
-    return zero_point.astype(jnp.int32) + 2 ** (bits - 1)
+    return _with_axes_of_weights("weight_zero_point", zero_point, shape).astype(jnp.int32) + 2 ** (bits - 1)
 
 
 def _required_tensor(tensors: Mapping[str, jax.Array], name: str) -> jax.Array:

@@ -63,8 +63,8 @@ class Executor:
             **kwargs: Keyword arguments, `platform`, `mesh`, `in_specs` and `out_specs` included.
 
         Raises:
-            ValueError: `kernel` is no kernel object, `method` is unknown, one of the three is missing, or `check_vma` is
-                set for an operation.
+            ValueError: `kernel` is no kernel object, `method` is unknown, one of the three is missing, or `check_vma`
+                is set for an operation.
         """
         _check_kernel(kernel)
         if method not in (None, "shard_map"):
