@@ -190,7 +190,7 @@ def _abstract_shard(op: Op, case: Case) -> Any:
 def matters(op: Op, case: Case, name: str) -> bool:
     """Returns whether the reference's answer changes when a field is dropped, on the record that `evidence` is about.
 
-    A record that means nothing without the field, so that the reference raises for it, has no answer that is the same.
+    If the reference raises for the record without the field, the answer counts as changed.
     """
     _answered[op, case].add(name)
     record = lowered(op, case)

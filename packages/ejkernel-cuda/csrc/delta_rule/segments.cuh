@@ -103,7 +103,7 @@ __device__ __forceinline__ float lane_log2_decay(const DeltaCall& call, int row,
 }
 
 // How much a chunk's tokens can make a state grow, apart from their gates: the norm of I - beta k k^T is at most 1, or
-// |1 - beta <k, k>|. Each lane returns its own part of the sum of log2 norms; four lanes have a token.
+// |1 - beta <k, k>|. Returns this lane's share of the sum of log2 norms: the first of the four lanes of a token adds it.
 __device__ __forceinline__ float lane_log2_growth(const DeltaCall& call, int row, int head, const Chunk& chunk) {
   const int lane = int(threadIdx.x) % 32;
   const int key_head = head / (call.heads / call.key_heads);

@@ -105,7 +105,7 @@ def _rows(index: Any) -> Any:
 
 
 def _lane_groups(channels: int) -> list[slice]:
-    """Returns the channels of each row of a token in scratch memory."""
+    """Returns the slices of channels that the rows of scratch memory hold for a token, 128 channels each."""
     return [slice(begin, min(begin + LANES, channels)) for begin in range(0, channels, LANES)]
 
 

@@ -129,7 +129,7 @@ def load_head_group(
             rows_of_heads = [
                 row
                 for unit in units
-                for row in _load_rows_of_word_row_heads(buffer, head_group_index, unit, at, spec, values)
+                for row in _load_heads_of_word_row(buffer, head_group_index, unit, at, spec, values)
             ]
     size, dtype = (spec.value_dim, spec.weights_dtype) if values else (spec.head_dim, spec.operand_dtype)
     return [_convert_key_dtype(_round_to_bfloat16(x[:, :size], spec), dtype) for x in rows_of_heads]
@@ -202,10 +202,10 @@ def _load_contiguous_words(
     return x.reshape(count, word_rows.shape[-1])
 
 
-def _load_rows_of_word_row_heads(
+def _load_heads_of_word_row(
     buffer: Any, head_group: Any, word_row_index: int, at: KeyChunk, spec: PagedSpec, values: bool
 ) -> list[jax.Array]:
-    """Returns the rows of each head of a unit, for the keys of one chunk."""
+    """Returns the keys (or values) of one chunk for each head that is packed into a row of words."""
     cache, word = spec.cache_layout, word_row_index
     subwords = range(cache.elements_per_word)
     if cache.interleaves_keys_and_values:

@@ -91,7 +91,8 @@ def decayed_initial_states_kernel(
         if step < NUM_SEGMENTS - 1:
             for n in tl.static_range(0, SUB_SEGMENTS_PER_SEGMENT):
                 sub_segment = segment * SUB_SEGMENTS_PER_SEGMENT + (SUB_SEGMENTS_PER_SEGMENT - 1 - n if REVERSE else n)
-                # No segment starts after the last one, in reverse before the first one: neither was scanned.
+                # The segment that is scanned last leaves its state to no other, so the arrays have no entries for it:
+                # the last segment, or the first one in reverse.
                 index = sub_segment - SUB_SEGMENTS_PER_SEGMENT if REVERSE else sub_segment
                 at = (tl.cast(row, tl.int64) * ((NUM_SEGMENTS - 1) * SUB_SEGMENTS_PER_SEGMENT) + index) * spec.H + head
                 if spec.GATE_CHANNELS == 1:
