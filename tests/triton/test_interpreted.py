@@ -5,7 +5,6 @@ determinism, and the eager call, which differ from these in nothing that the ker
 """
 
 import pytest
-from suite.processes import flags_for_devices
 from triton_chips import assert_conforms, run_interpreted
 
 FLASH = ("flash_attention",)
@@ -59,7 +58,7 @@ def test_conformance_of_functions():
 
 def test_sharded_checkpointed_and_vmapped_attention_matches_xla():
     """`shard_map`, dropout's counters and a sink's gradient among it, `jax.checkpoint` and `jax.vmap`, against XLA."""
-    run_interpreted("transformed_process.py", XLA_FLAGS=flags_for_devices(4))
+    run_interpreted("transformed_process.py")
 
 
 def test_device_helpers_of_blocks_match_numpy():

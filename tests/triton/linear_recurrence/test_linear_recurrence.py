@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from gradients_of import gradients_of
-from suite.processes import flags_for_devices
 from triton_chips import (
     CHIPS,
     H200,
@@ -284,8 +283,7 @@ def test_tables_of_packed_sequences_are_those_of_xla():
 
 
 def test_tokens_split_over_two_devices_match_xla_on_one_device():
-    script = "linear_recurrence/split_tokens_process.py"
-    run_interpreted(script, XLA_FLAGS=flags_for_devices(2))
+    run_interpreted("linear_recurrence/split_tokens_process.py")
 
 
 def test_float32_fits_the_chip():

@@ -1,8 +1,7 @@
 """Ring attention in Triton: every kind of step in Triton's interpreter, which is chosen at import."""
 
-from suite.processes import flags_for_devices
 from triton_chips import run_interpreted
 
 
 def test_every_kind_of_ring_step_matches_one_device():
-    run_interpreted("ring_attention/ring_process.py", XLA_FLAGS=flags_for_devices(2))
+    run_interpreted("ring_attention/ring_process.py")

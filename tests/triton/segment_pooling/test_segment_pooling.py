@@ -1,13 +1,9 @@
 """Segment pooling in Triton: its numbers in the interpreter, and what its kernels take of a chip."""
 
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import pytest
-from triton_chips import CHIPS, assert_conforms
+from triton_chips import CHIPS, assert_conforms, run_interpreted
 
 from ejkernel.families.segment_pooling import SegmentPooling
 from ejkernel.ops import chips, dispatch
@@ -20,7 +16,6 @@ from ejkernel_triton.segment_pooling.backward import backward
 from ejkernel_triton.segment_pooling.forward import forward
 
 TESTS = "(test_value and not eager) or test_gradients or test_gives_gradient or test_padding or test_candidates"
-INTERPRETED = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
 
 
 def test_conformance():
@@ -29,11 +24,7 @@ def test_conformance():
 
 def test_pools_of_every_length_and_position():
     """Empty, of one token, as long as blocks, ending and beginning with them, over several, and gaps between."""
-    script = os.path.join(os.path.dirname(__file__), "pooling_process.py")
-    ran = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, env=INTERPRETED, timeout=900, check=False
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    run_interpreted("segment_pooling/pooling_process.py")
 
 
 def record_of(kind, dtype=jnp.bfloat16):
