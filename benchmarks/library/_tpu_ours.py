@@ -584,6 +584,39 @@ def selected_keys_decode(keys: int, requests: int = 16, queries: int = 1, key_dt
     return Workload(function=forward, args=args, flops=2.0 * tokens * keys * heads * size, min_hbm_bytes=copied)
 
 
+def listed_blocks_decode(
+    keys: int, requests: int = 16, queries: int = 1, blocks: int = 16, dense: bool = False, window: int | None = None
+) -> Workload:
+    """The decode step of native sparse attention: 64 heads of 128 and 4 KV heads, and lists of random blocks of 64 keys
+    in pages of 64 or in a dense cache; with a window of the newest keys if there is one.
+    """
+    heads, kv_heads, size, slots, block = 64, 4, 128, 64, 64
+    random = np.random.default_rng(0)
+
+    def forward(query: Any, key: Any, value: Any, tables: Any, lists: Any, lengths: Any, gate: Any) -> Any:
+        options: dict[str, Any] = {"kv_lens": lengths} if dense else {"kv_lens": lengths, "block_tables": tables}
+        options |= {"block_indices": lists, "block_counts": blocks, "block_size": block, "platform": "pallas"}
+        if window is not None:
+            options |= {"window_size": window, "g_swa": gate}
+        return native_sparse_attention(query, key, value, **options)
+
+    shape, entries = jax.ShapeDtypeStruct, keys // slots
+    cache = shape(((requests, keys) if dense else (requests * entries, slots)) + (kv_heads, size), jnp.bfloat16)
+    order = random.random((requests, queries, kv_heads, keys // block)).argsort(axis=-1)
+    args = (
+        shape((requests, queries, heads, size), jnp.bfloat16),
+        cache,
+        cache,
+        random.permutation(requests * entries).reshape(requests, -1).astype(np.int32),
+        order[..., :blocks].astype(np.int32),
+        np.full(requests, keys, np.int32),
+        shape((requests, queries, heads), jnp.float32),
+    )
+    tokens, read = requests * queries, blocks * block + (window or 0)
+    copied = 2 * size * (2 * tokens * heads + 2 * tokens * kv_heads * read)
+    return Workload(function=forward, args=args, flops=4.0 * tokens * heads * read * size, min_hbm_bytes=copied)
+
+
 def listed_keys(keys: int, latent: bool = False) -> Workload:
     """Attention of 128 queries to 2048 random keys each: 64 heads of 128 and 4 KV heads, or 128 heads of one latent key
     of 512 + 64.

@@ -183,6 +183,14 @@ LISTED = tuple(
     for kind in ("grouped", "latent")
     for n in (8192, 32768)
 )
+BLOCKS = tuple(
+    case(f"listed blocks, decode, {what}, ejkernel", "listed_blocks_decode", OURS, keys=32768, **kwargs)
+    for what, kwargs in (
+        ("16 x 1 queries, 16 blocks of 64", {}),
+        ("16 x 1 queries, 16 blocks of 64, dense", {"dense": True}),
+        ("16 x 1 queries, 64 blocks of 64", {"blocks": 64}),
+    )
+)
 MASKED = tuple(
     case(f"flash attention, {mask}{by}, ejkernel", "masked_attention", OURS, mask=mask, by_function=bool(by))
     for mask in ("causal", "window", "documents")
@@ -241,6 +249,7 @@ ALL = (
     *MASKED,
     *INDEXED,
     *LISTED,
+    *BLOCKS,
 )
 
 

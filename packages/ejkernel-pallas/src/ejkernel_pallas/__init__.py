@@ -24,6 +24,7 @@ from ejkernel_pallas.tpu import paged_attention as tpu_paged_attention
 from ejkernel_pallas.tpu import quantized_matmul as tpu_quantized_matmul
 from ejkernel_pallas.tpu import ring_attention as tpu_ring_attention
 from ejkernel_pallas.tpu import selected_attention as tpu_selected_attention
+from ejkernel_pallas.tpu import selected_attention_decode as tpu_selected_attention_decode
 from ejkernel_pallas.tpu import selective_scan as tpu_selective_scan
 from ejkernel_pallas.tpu import tiled_attention as tpu_tiled_attention
 from ejkernel_pallas.tpu import token_sparse_attention as tpu_token_sparse_attention
@@ -46,6 +47,7 @@ def ejkernel_implementations() -> tuple[Implementation, ...]:
         *tpu_linear_recurrence.implementations(),
         *tpu_causal_convolution.implementations(),
         *tpu_selected_attention.implementations(),
+        *tpu_selected_attention_decode.implementations(),
         *tpu_selective_scan.implementations(),
         *tpu_ring_attention.implementations(),
         *tpu_paged_attention.implementations(),

@@ -1,0 +1,1 @@
+"""The kernel of the decode step of native sparse attention."""
