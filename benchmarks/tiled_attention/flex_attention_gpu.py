@@ -2,6 +2,7 @@
 
     python benchmarks/tiled_attention/flex_attention_gpu.py  # a table
     python benchmarks/tiled_attention/flex_attention_gpu.py --prepare  # compiles and checks, and measures nothing
+    python benchmarks/tiled_attention/flex_attention_gpu.py --seconds 500  # begins no problem later; --skip goes on
 
 Sizes and functions are those of PyTorch's own benchmark (`benchmarks/transformer/score_mod.py`: 16 heads, bfloat16,
 uniform inputs). Times of flex attention leave out its block mask, which is computed once; ours find their blocks in
@@ -13,6 +14,7 @@ import dataclasses
 import functools
 import importlib.util
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -179,6 +181,19 @@ def rows(problem: Problem, num_rounds: int, has_flex: bool) -> Iterator[list[str
         yield [problem.name, *sizes, name, f"{ours:.3f}", *found]
 
 
+def rows_in_time(problems: list[Problem], seconds: float, num_rounds: int, has_flex: bool) -> Iterator[list[str]]:
+    """The lines of all problems; it begins none after the time is over, and says how many it had finished."""
+    deadline = time.monotonic() + seconds
+    for number, problem in enumerate(problems):
+        if time.monotonic() > deadline:
+            print(
+                f"{number} of {len(problems)} problems in {seconds:.0f} s: add {number} to --skip to go on",
+                file=sys.stderr,
+            )
+            return
+        yield from rows(problem, num_rounds, has_flex)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     names = ("noop", "causal", "sliding window", "document", "alibi", "soft cap", "relative", "prefix")
@@ -187,13 +202,16 @@ def main() -> None:
     parser.add_argument("--prepare", action="store_true", help="compile and check alone")
     parser.add_argument("--without-flex", action="store_true", help="leave flex attention out, which compiles slowly")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no problem after this time")
+    parser.add_argument("--skip", type=int, default=0, help="leave out this many of the first problems")
     options = parser.parse_args()
     if not shared.report.has_gpu():
         return
     has_flex = importlib.util.find_spec("torch") is not None and not options.without_flex
     sizes = [tuple(map(int, size.split("x"))) for size in options.sizes.split(",")]
     problems = [Problem(name, *size) for size in sizes for name in options.functions.split(",")]
-    found = (row for x in problems for row in rows(x, 0 if options.prepare else options.rounds, has_flex))
+    num_rounds = 0 if options.prepare else options.rounds
+    found = rows_in_time(problems[options.skip :], options.seconds, num_rounds, has_flex)
     shared.report.print_rows_as_measured(COLUMNS, found)
 
 

@@ -1,6 +1,7 @@
 """Forward mode of attention on a GPU: `jax.jvp` in a `forward_mode` block against the forward pass.
 
     python benchmarks/tiled_attention/forward_mode_gpu.py           # the table
+    python benchmarks/tiled_attention/forward_mode_gpu.py --sizes 128   # its rows with heads of 128
     python benchmarks/tiled_attention/forward_mode_gpu.py --check   # small calls on any device, no times
 
 Query, key and value have tangents. Every side gets the same bfloat16 arrays. Its output and tangent are compared with
@@ -52,7 +53,12 @@ class Shape:
         return tuple(jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16))
 
 
-SHAPES = tuple(Shape(4, 4096, 16, size, causal) for size in (64, 128) for causal in (False, True))
+HEAD_DIMS = "64,128"
+
+
+def shapes(head_dims: str) -> tuple[Shape, ...]:
+    """Returns what is measured."""
+    return tuple(Shape(4, 4096, 16, int(size), causal) for size in head_dims.split(",") for causal in (False, True))
 
 
 def sides(shape: Shape) -> dict[str, Callable[..., Any]]:
@@ -100,12 +106,16 @@ def measure(shape: Shape) -> Iterator[tuple[str, ...]]:
 
 def main() -> None:
     """Prints the table."""
-    options = shared.report.parse_options(__doc__, {"--check": "compare small calls, without times, on any device"})
+    options = shared.report.parse_options(
+        __doc__,
+        {"--check": "compare small calls, without times, on any device"},
+        {"--sizes": (HEAD_DIMS, "head dimensions, with commas between them")},
+    )
     if options.check:
-        for shape in SHAPES:
+        for shape in shapes(options.sizes):
             check(shape, sides(shape))
         return
-    shared.report.print_rows_as_measured(COLUMNS, (row for shape in SHAPES for row in measure(shape)))
+    shared.report.print_rows_as_measured(COLUMNS, (row for x in shapes(options.sizes) for row in measure(x)))
 
 
 if __name__ == "__main__":
