@@ -172,6 +172,19 @@ def test_targets_of_other_axes_are_refused_with_a_function_for_a_head():
         fused_cross_entropy(hidden=hidden, targets=targets, lm_head_fn=lambda x: x)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lm_head_fn": jnp.ones((D, V))}, "lm_head_fn: got ArrayImpl, wants a function"),
+        ({"lm_head_fn": lambda x: x[0]}, r"lm_head_fn: got logits of shape \(8,\), wants \[2, V\]"),
+        ({"lm_head_fn": lambda x: x, "targets": [0, 1]}, r"targets: got list.*, wants an array of shape \(2,\)"),
+    ],
+)
+def test_functions_for_a_head_that_do_not_fit_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        fused_cross_entropy(hidden=jnp.ones((2, D)), **{"targets": jnp.zeros(2, jnp.int32), **arguments})
+
+
 @pytest.mark.parametrize("strategy", ["vocab", "block", "token"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_gradients_of_logits_in_blocks_that_do_not_divide_the_vocabulary(strategy, reduction):

@@ -28,6 +28,8 @@ def head_function_loss(loss: Callable[..., Any], arguments: dict[str, Any]) -> A
     """
     options = {name: value for name, value in arguments.items() if name not in ("lm_head_fn", "hidden", "chunk_size")}
     function, hidden = arguments["lm_head_fn"], arguments["hidden"]
+    if not callable(function):
+        raise ValueError(f"lm_head_fn: got {type(function).__name__}, wants a function of hidden states [n, D]")
     for name in ("lm_head_weight", "lm_head_bias", "compute_dtype", "mesh", "in_specs", "out_specs"):
         if options[name] is not None:
             raise ValueError(f"{name}: got a value with lm_head_fn, wants None: the function computes the logits")
@@ -50,6 +52,8 @@ def head_function_loss(loss: Callable[..., Any], arguments: dict[str, Any]) -> A
     def loss_of_block(block: dict[str, jax.Array]) -> Any:
         # A token of weight 0 may hold NaN, which would reach the gradients of what the function closes over.
         logits = function(jnp.where(_counts(block, options["ignore_index"])[:, None], block.pop("hidden"), 0))
+        if logits.ndim != 2 or logits.shape[0] != size:
+            raise ValueError(f"lm_head_fn: got logits of shape {tuple(logits.shape)}, wants [{size}, V]")
         return loss(logits, **block, **options, reduction="none" if reduction == "none" else "sum")
 
     results = jax.lax.map(loss_of_block, blocks)

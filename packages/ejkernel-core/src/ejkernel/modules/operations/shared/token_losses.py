@@ -40,8 +40,11 @@ def check_token_axes(name: str, array: Any, tokens: tuple[int, ...], *trailing_a
     Raises:
         ValueError: The array has other axes.
     """
-    if tuple(array.shape) != (wants := (*tokens, *trailing_axes)):
-        raise ValueError(f"{name}: got shape {tuple(array.shape)}, wants {wants}")
+    wants, shape = (*tokens, *trailing_axes), getattr(array, "shape", None)
+    if shape is None:
+        raise ValueError(f"{name}: got {got(array)}, wants an array of shape {wants}")
+    if tuple(shape) != wants:
+        raise ValueError(f"{name}: got shape {tuple(shape)}, wants {wants}")
 
 
 def check_token_weights(args: Any, tokens: tuple[int, ...]) -> None:
