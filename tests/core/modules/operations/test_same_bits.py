@@ -23,3 +23,11 @@ def test_hash_seed_and_device_change_no_bit() -> None:
     one = digests(1)
     assert len({line.split()[1] for line in one}) == len(NAMES)
     assert digests(2, "last") == one
+
+
+def test_alibi_over_pages_has_the_bits_of_a_sequence_alone() -> None:
+    """With the options that users compile with: those of the tests round otherwise."""
+    environment = {**os.environ, "XLA_FLAGS": ""}
+    script = SCRIPT.with_name("alibi_bits_process.py")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.split() == ["True"]

@@ -159,7 +159,10 @@ def _scores(record: PagedAttention, at: WorkList, positions: jax.Array, query: j
     column = positions - at.context_length[:, None]
     if record.alibi_slopes is not None:
         slopes = record.alibi_slopes.astype(scores.dtype).reshape(heads, 1, 1, group)
-        scores = scores + slopes * column[:, None, :, None, None].astype(scores.dtype)
+        # As in tiled attention: the clip keeps LLVM from rounding the product and the sum once in some programs alone.
+        largest = jnp.finfo(scores.dtype).max
+        biases = jnp.clip(slopes * column[:, None, :, None, None].astype(scores.dtype), -largest, largest)
+        scores = scores + biases
     row = (at.position - at.context_length)[:, None, None] + jnp.arange(scores.shape[3], dtype=jnp.int32)
     rows_of = paged_cache.query_ranges(record)[1]
     terms = qq_bias_of_pairs(record, rows_of, at.sequence[:, None, None], row, column[:, :, None])
