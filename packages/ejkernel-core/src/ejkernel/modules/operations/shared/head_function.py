@@ -51,7 +51,7 @@ def head_function_loss(loss: Callable[..., Any], arguments: dict[str, Any]) -> A
     @jax.checkpoint
     def loss_of_block(block: dict[str, jax.Array]) -> Any:
         # A token of weight 0 may hold NaN, which would reach the gradients of what the function closes over.
-        logits = function(jnp.where(_counts(block, options["ignore_index"])[:, None], block.pop("hidden"), 0))
+        logits: Any = function(jnp.where(_counts(block, options["ignore_index"])[:, None], block.pop("hidden"), 0))
         if logits.ndim != 2 or logits.shape[0] != size:
             raise ValueError(f"lm_head_fn: got logits of shape {tuple(logits.shape)}, wants [{size}, V]")
         return loss(logits, **block, **options, reduction="none" if reduction == "none" else "sum")
