@@ -69,6 +69,7 @@ INABILITY = {
             rf"the cache has {N} slots per sequence; the kernel wants .*",
             rf"a page has {N} slots; the kernel wants .*",
             rf"key: got pages of {N} slots of \w+, wants a multiple of {N} that divides {N}, or a multiple of {N}",
+            rf"key: got rows or pages of {N} tokens and blocks of {N}, wants a common divisor of at least {N} .*",
             rf"key_pages: {N} rows of \S+ per token do not fill (words|tiles); wants .*",
             rf"key_pages: pages of {N} slots of codes; wants .*",
             rf"key_pages: (keys|values|signs) of {N} codes of {N} bits; wants .*",
@@ -101,6 +102,7 @@ INABILITY = {
             rf"\w+: one of {N} packed sequences may have .*",
             rf"x: got {N} rows, the kernels have at most {N}",
             rf"query: got {N} queries per row, the kernel takes at most {N}",
+            rf"query: got {N} words of lists and pages in scalar memory, the kernel takes {N}",
         ]
     ),
     "a computation that is another kernel's": "|".join(
