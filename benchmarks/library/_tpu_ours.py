@@ -594,7 +594,7 @@ def listed_blocks_decode(
     random = np.random.default_rng(0)
 
     def forward(query: Any, key: Any, value: Any, tables: Any, lists: Any, lengths: Any, gate: Any) -> Any:
-        options: dict[str, Any] = {"kv_lens": lengths} if dense else {"kv_lens": lengths, "block_tables": tables}
+        options: dict[str, Any] = {} if dense else {"kv_lens": lengths, "block_tables": tables}
         options |= {"block_indices": lists, "block_counts": blocks, "block_size": block, "platform": "pallas"}
         if window is not None:
             options |= {"window_size": window, "g_swa": gate}

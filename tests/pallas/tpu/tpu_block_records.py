@@ -38,12 +38,9 @@ def record(shape=(2, 1, 8, 4, 128), dtype="bfloat16", blocks=(64, 4), slots=64, 
     )
 
 
-def with_ids(given):
-    """The dense record with ids of keys, some of them of another sequence in between, and empty lists."""
-    ids = np.zeros(given.key.shape[:2], np.int32)
-    ids[:, :7], ids[0, 50:77], ids[1, 33:35] = -1, 3, -1
-    lists = given.block_indices.at[0, 0].set(-1)
-    return dataclasses.replace(given, kv_segment_ids=jnp.asarray(ids), block_indices=lists)
+def with_empty_list(given):
+    """The record with a query whose lists are empty."""
+    return dataclasses.replace(given, block_indices=given.block_indices.at[0, 0].set(-1))
 
 
 def with_nan(given):
@@ -51,8 +48,6 @@ def with_nan(given):
     keep = jnp.arange(given.key.shape[0])[:, None] < given.key.shape[0] - (given.block_tables is not None)
     if given.block_tables is None:
         keep = jnp.arange(given.key.shape[1]) <= jnp.max(given.q_positions, axis=1)[:, None]
-        if given.kv_segment_ids is not None:
-            keep &= given.kv_segment_ids == 0
     keep = keep[..., None, None]
     return dataclasses.replace(
         given, key=jnp.where(keep, given.key, jnp.nan), value=jnp.where(keep, given.value, jnp.nan)

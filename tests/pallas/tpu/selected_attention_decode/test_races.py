@@ -3,7 +3,7 @@
 import jax
 import pytest
 from jax import lax
-from tpu_block_records import record, with_ids, with_nan
+from tpu_block_records import record, with_empty_list, with_nan
 from tpu_races import found
 from tpu_records import close, simulated
 
@@ -16,7 +16,9 @@ TILES = TpuSelectedDecode(block_kv=128, lists=2)
 SMALL = (2, 1, 4, 2, 32)
 RECORDS = {
     "pages, two steps of a list, window": record(SMALL, "float32", blocks=(32, 6), slots=32, window_size=40),
-    "dense, ids": with_ids(record(SMALL, "float32", blocks=(32, 3), slots=160, entries=1, pages=False)),
+    "dense, an empty list": with_empty_list(
+        record(SMALL, "float32", blocks=(32, 3), slots=160, entries=1, pages=False)
+    ),
 }
 
 

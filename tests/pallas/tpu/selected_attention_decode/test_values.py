@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tpu_block_records import record, with_ids, with_nan
+from tpu_block_records import record, with_empty_list, with_nan
 from tpu_records import close, interpreted
 
 from ejkernel.families.selected_attention import reference
@@ -21,7 +21,9 @@ CASES = {
     "pairs of heads, two steps of a list": record(blocks=(64, 6)),
     "window of all heads, pages of parts of blocks": record(SMALL, slots=16, entries=20, window_size=70),
     "tokens of a single head, longer pages": record((2, 1, 3, 1, 128), blocks=(32, 4), slots=64, window_size=33),
-    "float32, dense, ids": with_ids(record(SMALL, "float32", blocks=(32, 3), slots=160, entries=1, pages=False)),
+    "float32, dense, an empty list": with_empty_list(
+        record(SMALL, "float32", blocks=(32, 3), slots=160, entries=1, pages=False)
+    ),
     "one list per step": record((2, 1, 6, 6, 32), "float32", blocks=(16, 9), slots=16, entries=10),
 }
 

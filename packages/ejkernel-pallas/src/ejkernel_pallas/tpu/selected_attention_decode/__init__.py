@@ -22,7 +22,7 @@ MIN_TOKENS_PER_COPY = 8
 MAX_BLOCK_SIZE = 4096
 """The longest block: a step has whole blocks."""
 MAX_SMEM_WORDS = 2**17
-"""The most words of lists, pages and bits of keys in scalar memory."""
+"""The most words of lists and pages in scalar memory."""
 MIN_TOKENS_OF_FAST_COPIES = 32
 """The fewest tokens per copy that the place in the order of choice is estimated for."""
 
@@ -30,7 +30,7 @@ MIN_TOKENS_OF_FAST_COPIES = 32
 def _priority(record: SelectedAttention, device: DeviceInfo, direction: Direction) -> int:
     """Returns the place in the order of choice: before XLA and `mosaic_tpu` where queries list few of the blocks.
 
-    For 16 requests that list 16 of 512 blocks of 64 keys in pages, the estimates are 87, 52, 44 and 31 µs on v5e, v5p,
+    For 16 requests that list 16 of 512 blocks of 64 keys in pages, the estimates are 86, 52, 44 and 30 µs on v5e, v5p,
     v6e and v7x, and XLA's program takes at least 333, 244, 270 and 254 (docs/lab/tpu_kernels.md). A dense cache has
     `mosaic_tpu`, which reads each block once for all queries. Short copies are not estimated.
     """
@@ -75,7 +75,7 @@ def _memory_refusal_reasons(record: SelectedAttention) -> Iterable[str]:
 
 def implementations() -> tuple[Implementation, ...]:
     """Returns the implementation; its gradients are XLA's."""
-    handles = optional_fields(FAMILY.record).keys() - {"block_indices", "block_starts"}
+    handles = optional_fields(FAMILY.record).keys() - {"block_indices", "block_starts", "kv_segment_ids"}
     return (
         make_mosaic_tpu_implementation(
             FAMILY,

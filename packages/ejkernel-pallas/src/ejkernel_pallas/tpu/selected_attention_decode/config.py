@@ -98,16 +98,15 @@ def padded_rows(record: SelectedAttention) -> int:
 
 
 def smem_words(record: SelectedAttention) -> int:
-    """Returns the words of scalar memory that the larger of the branches' tables and bits of keys take."""
+    """Returns the words of scalar memory that the larger of the branches' tables take."""
     (batch, tokens, *_), kv_heads = record.query.shape, record.key.shape[2]
     unit, keys = keys_multiple(record) // record.block_size, num_keys(record)
     lists = kv_heads * cdiv(max(1, blocks_per_query(record)), unit) * unit
     if record.window_size is not None:
         lists = max(lists, cdiv(cdiv(min(record.window_size, keys), record.block_size) + 1, unit) * unit)
     pages = 0 if record.block_tables is None else (batch + NUM_BUFFERS) * record.block_tables.shape[1]
-    bits = 0 if record.kv_segment_ids is None else 2 * cdiv(keys, 32)
     steps = NUM_BUFFERS * MAX_KEYS_PER_STEP // record.block_size
-    return batch * tokens * (lists + 2) + steps * kv_heads + pages + bits
+    return batch * tokens * (lists + 2) + steps * kv_heads + pages
 
 
 def vmem_bytes(record: SelectedAttention, config: TpuSelectedDecode) -> int:

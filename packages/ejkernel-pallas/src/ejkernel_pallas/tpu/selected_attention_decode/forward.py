@@ -64,7 +64,7 @@ def _attend(record: SelectedAttention, lists: BlockLists, config: TpuSelectedDec
         lse = jnp.full((batch, heads, tokens), -jnp.inf, jnp.float32)
         return BranchResiduals(output=jnp.zeros((batch, tokens, heads, value_size), record.query.dtype), lse=lse)
     spec = make_spec(record, lists, config)
-    inputs, outputs = _inputs(record, lists, spec), _outputs(record, spec)
+    inputs, outputs = _inputs(record, spec), _outputs(record, spec)
     scratch = _scratch(record, spec)
     blocks = tuple(x for x in (*inputs.values(), *outputs.values()) if x.block is not None and x.memory_space is None)
     memory = {name: x for name, x in scratch.items() if getattr(x, "memory_space", None) == pltpu.VMEM}
@@ -98,19 +98,13 @@ def _rows_operand(array: Any, spec: SelectedDecodeSpec) -> Operand:
     return Operand(array, (None, spec.heads_per_step, *array.shape[2:]), index)
 
 
-def _inputs(record: SelectedAttention, lists: BlockLists, spec: SelectedDecodeSpec) -> dict[str, Operand]:
+def _inputs(record: SelectedAttention, spec: SelectedDecodeSpec) -> dict[str, Operand]:
     """Returns the kernel's inputs: queries, and all keys and values in HBM."""
-    inputs = {
+    return {
         "query": _rows_operand(plan.rows_of_heads(record, spec), spec),
         "keys": Operand(plan.copied_tokens(record.key, spec)),
         "values": Operand(plan.copied_tokens(record.value, spec)),
     }
-    if lists.key_bits is not None:
-        bits = lists.key_bits.reshape(-1, 1, lists.key_bits.shape[2])
-        block = (None, *bits.shape[1:])
-        index = lambda step, *_: (step // spec.steps_per_query, 0, 0)  # noqa: E731
-        inputs["key_bits"] = Operand(bits, block, index, memory_space=pltpu.SMEM)
-    return inputs
 
 
 def _outputs(record: SelectedAttention, spec: SelectedDecodeSpec) -> dict[str, Operand]:
@@ -143,5 +137,5 @@ def _scratch(record: SelectedAttention, spec: SelectedDecodeSpec) -> dict[str, A
         "counts": pltpu.SMEM((NUM_BUFFERS, 2), jnp.int32),
         "arrived": pltpu.SemaphoreType.DMA((NUM_BUFFERS,)),
     }
-    names = ("copy_starts", "valid_firsts", "valid_ends", "partial_copies")
+    names = ("valid_firsts", "valid_ends", "partial_copies")
     return buffers | {name: pltpu.SMEM(copies, jnp.int32) for name in names}

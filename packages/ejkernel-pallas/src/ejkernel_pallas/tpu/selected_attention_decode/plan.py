@@ -1,4 +1,4 @@
-"""The arrays that the kernel reads: lists of blocks, ranges and bits of keys, and queries, keys and values."""
+"""The arrays that the kernel reads: lists of blocks, ranges of keys, and queries, keys and values."""
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +10,12 @@ from ejkernel.types.integers import clamp_to_int32
 from ejkernel_pallas.tpu.selected_attention_decode.config import NUM_BUFFERS
 from ejkernel_pallas.tpu.selected_attention_decode.spec import BlockLists, SelectedDecodeSpec
 
-BITS = 32
-
 
 def selected_lists(record: SelectedAttention) -> BlockLists:
     """Returns the lists of the selected branch of a record with `block_indices`."""
     assert record.block_indices is not None  # the caller has selected them
     ends = _end_keys(record)
-    return BlockLists(_readable(record.block_indices, ends, record), ends, None, _key_bits(record))
+    return BlockLists(_readable(record.block_indices, ends, record), ends, None)
 
 
 def window_lists(record: SelectedAttention) -> BlockLists:
@@ -28,7 +26,7 @@ def window_lists(record: SelectedAttention) -> BlockLists:
     firsts = jnp.maximum(positions - (window - 1), 0)
     count = min(cdiv(window - 1, record.block_size) + 1, cdiv(num_keys(record), record.block_size))
     blocks = (firsts // record.block_size)[..., None, None] + jnp.arange(count, dtype=jnp.int32)
-    return BlockLists(_readable(blocks, ends, record), ends, firsts, _key_bits(record))
+    return BlockLists(_readable(blocks, ends, record), ends, firsts)
 
 
 def _end_keys(record: SelectedAttention) -> jax.Array:
@@ -43,16 +41,6 @@ def _readable(blocks: jax.Array, end_keys: jax.Array, record: SelectedAttention)
     """Returns the blocks that begin before a query's end of keys, -1 instead of others."""
     end_blocks = cdiv(end_keys, record.block_size)[:, :, None, None]
     return jnp.where((blocks >= 0) & (blocks < end_blocks), blocks, -1)
-
-
-def _key_bits(record: SelectedAttention) -> jax.Array | None:
-    """Returns whether the ids of queries and keys are equal, [B, T, words] int32; None without ids."""
-    if record.q_segment_ids is None or record.kv_segment_ids is None:
-        return None
-    padding = -record.kv_segment_ids.shape[1] % BITS
-    ids = jnp.pad(record.kv_segment_ids, ((0, 0), (0, padding)), constant_values=-1)
-    equal = record.q_segment_ids[:, :, None, None] == ids.reshape(ids.shape[0], 1, -1, BITS)
-    return jnp.sum(equal.astype(jnp.int32) << jnp.arange(BITS, dtype=jnp.int32), axis=-1, dtype=jnp.int32)
 
 
 def scalar_tables(record: SelectedAttention, lists: BlockLists, spec: SelectedDecodeSpec) -> dict[str, jax.Array]:

@@ -23,13 +23,11 @@ class BlockLists(NamedTuple):
         blocks: [B, T, Hk|1, N] int32, blocks of `block_size` keys, no block twice in a row; -1 for none.
         end_keys: [B, T] int32, the key after the last one of each query.
         first_keys: [B, T] int32, the first key of each query; None where that is the row's.
-        key_bits: [B, T, words] int32, a bit per key that a query attends to, if it is in range; None if all are.
     """
 
     blocks: jax.Array
     end_keys: jax.Array
     first_keys: jax.Array | None
-    key_bits: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +55,6 @@ class SelectedDecodeSpec:
         precision: Precision of the products.
         dtype: Dtype of queries, keys and values.
         has_first_keys: Whether queries have a first key.
-        has_key_bits: Whether a bit per key says that a query attends to it.
     """
 
     num_queries: int
@@ -79,7 +76,6 @@ class SelectedDecodeSpec:
     precision: lax.Precision | None
     dtype: str
     has_first_keys: bool
-    has_key_bits: bool
 
     @property
     def has_single_head(self) -> bool:
@@ -164,5 +160,4 @@ def make_spec(record: SelectedAttention, lists: BlockLists, config: TpuSelectedD
         precision=product_precision(record.query.dtype),
         dtype=record.query.dtype.name,
         has_first_keys=lists.first_keys is not None,
-        has_key_bits=lists.key_bits is not None,
     )

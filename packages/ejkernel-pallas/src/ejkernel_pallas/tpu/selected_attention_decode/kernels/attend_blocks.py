@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ejkernel.arithmetic import LOG2E, cdiv
+from ejkernel.arithmetic import LOG2E
 from ejkernel_pallas.tpu.mosaic.division import divide
 from ejkernel_pallas.tpu.mosaic.loops import fori_loop
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, lane_groups, matrix_product, repeat_lanes
@@ -37,9 +37,6 @@ from ejkernel_pallas.tpu.selected_attention_decode.kernels.block_copies import (
 from ejkernel_pallas.tpu.selected_attention_decode.kernels.load_rows import load_rows, zero_tokens
 from ejkernel_pallas.tpu.selected_attention_decode.kernels.refs import SelectedDecodeRefs
 from ejkernel_pallas.tpu.selected_attention_decode.spec import SelectedDecodeSpec
-
-BITS = 32
-"""Bits of a word of `key_bits`."""
 
 
 def attend_blocks(refs: SelectedDecodeRefs, *, spec: SelectedDecodeSpec) -> None:
@@ -194,19 +191,7 @@ def _attended(
     attended = token < by_lane([refs.valid_ends[slot, n] for n in copies])
     if spec.has_first_keys:
         attended &= token >= by_lane([refs.valid_firsts[slot, n] for n in copies])
-    if spec.has_key_bits:
-        attended &= by_lane([_key_bits(refs, spec, refs.copy_starts[slot, n], token) for n in copies]) != 0
     return attended
-
-
-def _key_bits(refs: SelectedDecodeRefs, spec: SelectedDecodeSpec, start: Any, token: jax.Array) -> jax.Array:
-    """Returns the bits of tokens of a copy, 0 for a token with another id than the query's."""
-    start = jnp.minimum(start, spec.num_keys - spec.tokens_per_copy)
-    word = divide(start, BITS)
-    bits = refs.key_bits[0, word]
-    for n in range(1, cdiv(spec.tokens_per_copy, BITS)):
-        bits = jnp.where(token >= n * BITS, refs.key_bits[0, word + n], bits)
-    return (bits >> ((token + (start - word * BITS)) & (BITS - 1))) & 1
 
 
 def _zero_values(refs: SelectedDecodeRefs, spec: SelectedDecodeSpec, step: Any, n: Any) -> None:
@@ -217,9 +202,6 @@ def _zero_values(refs: SelectedDecodeRefs, spec: SelectedDecodeSpec, step: Any, 
     first, end = refs.valid_firsts[slot, copy], refs.valid_ends[slot, copy]
 
     def is_valid(token: jax.Array) -> jax.Array:
-        valid = (token >= first) & (token < end)
-        if spec.has_key_bits:
-            valid &= _key_bits(refs, spec, refs.copy_starts[slot, copy], token) != 0
-        return valid
+        return (token >= first) & (token < end)
 
     zero_tokens(refs.value_buffer.at[slot, index, copy - index * spec.copies_per_list], spec, is_valid)

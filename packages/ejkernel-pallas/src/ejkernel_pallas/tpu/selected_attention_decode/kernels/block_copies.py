@@ -56,11 +56,10 @@ def start_copies(refs: SelectedDecodeRefs, spec: SelectedDecodeSpec, step: Any, 
         is_copied = (block >= 0) & (valid_end > valid_first) & (page >= 0)
         valid_end = jnp.where(is_copied, valid_end, 0)
         refs.valid_firsts[slot, index], refs.valid_ends[slot, index] = valid_first, valid_end
-        refs.copy_starts[slot, index] = start
         refs.partial_copies[slot, partial] = jnp.int32(index)
         is_whole = valid_end - valid_first == spec.tokens_per_copy
         started += is_copied.astype(jnp.int32)
-        partial += 1 if spec.has_key_bits else jnp.logical_not(is_whole).astype(jnp.int32)
+        partial += jnp.logical_not(is_whole).astype(jnp.int32)
         source = page * (spec.slots_per_page // spec.tokens_per_copy) + divide(slot_in_page, spec.tokens_per_copy)
         pl.when(is_copied)(functools.partial(_start_copy, refs, spec, source, step, index))
     refs.counts[slot, STARTED], refs.counts[slot, PARTIAL] = started, partial

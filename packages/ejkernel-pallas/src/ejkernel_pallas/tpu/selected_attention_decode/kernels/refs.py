@@ -14,7 +14,6 @@ class SelectedDecodeRefs:
         end_keys: The key after the last one of each query.
         first_keys: The first key of each query.
         page_table: The pages of each batch row, -1 for none.
-        key_bits: [1, words] int32 in scalar memory, a bit for each key that the query attends to.
         query: [heads, rows, D], the query heads of the KV heads of a step.
         keys: All keys in HBM, [copies, tokens, word rows, elements per word, D].
         values: All values, in the same way.
@@ -26,7 +25,6 @@ class SelectedDecodeRefs:
         row_max: Scratch, float32 [heads, rows, 128], the largest score of each row in an earlier step of its list.
         row_sum: Scratch, float32 [heads, rows, 128], the sum of exponentials.
         acc: Scratch, float32 [heads, rows, Dv], the sum of exponentials times values.
-        copy_starts: Scratch, int32 [buffers, copies] in scalar memory: the first token of each copy of these steps.
         valid_firsts: Scratch: the first token in each copy that the query attends to.
         valid_ends: Scratch: the token after the last one, 0 for what is not copied.
         partial_copies: Scratch: the copies with a token that the query does not attend to.
@@ -38,7 +36,6 @@ class SelectedDecodeRefs:
     end_keys: Ref
     first_keys: Ref = None
     page_table: Ref = None
-    key_bits: Ref = None
     query: Ref
     keys: Ref
     values: Ref
@@ -49,7 +46,6 @@ class SelectedDecodeRefs:
     row_max: Ref
     row_sum: Ref
     acc: Ref
-    copy_starts: Ref
     valid_firsts: Ref
     valid_ends: Ref
     partial_copies: Ref
