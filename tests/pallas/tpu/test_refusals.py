@@ -32,7 +32,8 @@ def sentences(folder):
             node.value, ast.Constant | ast.JoinedStr | ast.Tuple
         ):
             value = node.value.elts[0] if isinstance(node.value, ast.Tuple) and node.value.elts else node.value
-            if isinstance(value, ast.Constant | ast.JoinedStr):
+            is_text = isinstance(value, ast.Constant) and isinstance(value.value, str)  # priorities are numbers
+            if is_text or isinstance(value, ast.JoinedStr):
                 pieces = value.values if isinstance(value, ast.JoinedStr) else [value]
                 yield "".join(
                     str(x.value) if isinstance(x, ast.Constant) else f"{{{ast.unparse(x.value)}}}" for x in pieces
