@@ -65,6 +65,12 @@ def test_calls_that_the_kernel_cannot_hold_are_refused():
         ({"block_tables": shape((2, 2**16), jnp.int32)}, "words of lists and pages"),
     ):
         assert sentence in " ".join(reasons(dataclasses.replace(given, **changes)))
+    for name in (
+        "query",
+        "key",
+        "value",
+    ):  # of another dtype, which `Requires` refuses: limits are asked for all the same
+        assert not reasons(dataclasses.replace(given, **{name: shape(getattr(given, name).shape, "float64")}))
     with pytest.raises(ValueError, match="lists: got 0"):
         TpuSelectedDecode(block_kv=64, lists=0)
 

@@ -87,8 +87,8 @@ def keys_multiple(record: SelectedAttention) -> int:
 
 
 def elements_per_word(record: SelectedAttention) -> int:
-    """Returns the elements of keys and values in 32 bits."""
-    return 4 // record.key.dtype.itemsize
+    """Returns the elements of keys and values in 32 bits; 1 for float64, which other limits refuse."""
+    return max(1, 4 // record.key.dtype.itemsize)
 
 
 def padded_rows(record: SelectedAttention) -> int:
