@@ -348,6 +348,14 @@ def _exponential(difference: jax.Array, spec: PagedSpec) -> jax.Array:
     return jnp.exp2(difference * LOG2E if has_score_mod(spec) else difference)
 
 
+def _log_sum_exp(row_max: jax.Array, row_sum: jax.Array, spec: PagedSpec) -> jax.Array:
+    """Returns the natural logarithm of the softmax denominator."""
+    if has_score_mod(spec):
+        return row_max + jnp.log2(row_sum) * (1.0 / LOG2E)
+    # The sum is scaled: to scale both terms spills registers on v7x.
+    return (row_max + jnp.log2(row_sum)) * (1.0 / LOG2E)
+
+
 def _rescale_and_accumulate(refs: PagedRefs, chunk: HeadChunk, alpha: Ref, product: jax.Array) -> None:
     """Rescales the accumulator of a part's rows, and adds the part's product to it.
 
@@ -374,7 +382,7 @@ def write_results(refs: PagedRefs, head: Any, rows: ProductRows, spec: PagedSpec
     # The key of the maximum has weight 1, so a row with keys has a sum of at least 1. A row without keys has row_sum =
     # acc = 0 and row_max = -inf: its output becomes 0 and its lse -inf without a branch.
     row_sum = jnp.maximum(row_sum, 1.0)
-    lse = row_max * (1.0 / softmax_unit(spec)) + jnp.log2(row_sum) * (1.0 / LOG2E)
+    lse = _log_sum_exp(row_max, row_sum, spec)
     factor = spec.value_scale / row_sum
     acc = refs.acc[head, rows.row_slice, :]
     output = refs.output_buffer
