@@ -35,6 +35,7 @@ from ejkernel.families.paged_attention.work import WorkList, longest_first, make
 from ejkernel.families.tiled_attention import apply_soft_cap
 from ejkernel.planning.precision import product_precision
 from ejkernel_xla.paged_attention.config import PagedTiles, PagedTiling, tiles
+from ejkernel_xla.rounded_products import rounded_product
 
 _BATCH_DIMENSIONS = ((0, 1), (0, 1))
 
@@ -159,10 +160,7 @@ def _scores(record: PagedAttention, at: WorkList, positions: jax.Array, query: j
     column = positions - at.context_length[:, None]
     if record.alibi_slopes is not None:
         slopes = record.alibi_slopes.astype(scores.dtype).reshape(heads, 1, 1, group)
-        # As in tiled attention: the clip keeps LLVM from rounding the product and the sum once in some programs alone.
-        largest = jnp.finfo(scores.dtype).max
-        biases = jnp.clip(slopes * column[:, None, :, None, None].astype(scores.dtype), -largest, largest)
-        scores = scores + biases
+        scores = scores + rounded_product(slopes, column[:, None, :, None, None].astype(scores.dtype))
     row = (at.position - at.context_length)[:, None, None] + jnp.arange(scores.shape[3], dtype=jnp.int32)
     rows_of = paged_cache.query_ranges(record)[1]
     terms = qq_bias_of_pairs(record, rows_of, at.sequence[:, None, None], row, column[:, :, None])

@@ -14,6 +14,7 @@ from ejkernel.families.tiled_attention import FAR, TiledAttention, causal_window
 from ejkernel.planning import dropout
 from ejkernel.planning.precision import product_precision
 from ejkernel.types.sparse_masks import Mask, MultiHeadMask
+from ejkernel_xla.rounded_products import rounded_product
 from ejkernel_xla.tiled_attention.kernels.pair_functions import modify_scores, pairs_in_mask
 from ejkernel_xla.tiled_attention.plan import OuterStep, TiledAxis, TilePlan, take
 
@@ -146,11 +147,7 @@ def _alibi_bias(slopes: jax.Array, record: TiledAttention, plan: TilePlan, at: O
     k = _positions(record.kv_positions, plan.keys, at, plan.batch, tile)[:, None, None, None, :]
     heads = take(slopes, (at.batch, at.head * plan.group), (plan.batch, plan.heads * plan.group))
     heads = heads.reshape(-1, plan.heads, plan.group, 1, 1).astype(accumulator(record))
-    distances = jnp.abs(k - q).astype(heads.dtype)
-    # Without the clip, LLVM rounds the product and its sum with the scores once in some programs and twice in others:
-    # a row would have other bits in another batch.
-    largest = jnp.finfo(heads.dtype).max
-    return jnp.clip(heads * distances, -largest, largest)
+    return rounded_product(heads, jnp.abs(k - q).astype(heads.dtype))
 
 
 def distance_entries(
