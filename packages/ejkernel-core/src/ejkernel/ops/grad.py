@@ -25,6 +25,7 @@ from ejkernel.ops.dispatch import Choice, choose, refuse_backward_without_handle
 from ejkernel.ops.model import Op, load_object
 from ejkernel.ops.pairs import choose_pair
 from ejkernel.ops.params import BaseOperationConfig, Direction
+from ejkernel.ops.plan_context import context_of_plan, in_context_of_plan
 from ejkernel.ops.plugins import registry
 from ejkernel.ops.second import backward_pass, forward_pass, run_refusing_derivatives
 from ejkernel.ops.tangents import call_in_forward_mode
@@ -73,6 +74,7 @@ class CallPlan:
         candidates = registry().implementations.get(self.op.name, ())
         return any(x.paired and self.device.names & x.requires.devices for x in candidates)
 
+    @in_context_of_plan
     def choose_implementation(
         self, record: Any, direction: Direction, grad_fields: frozenset[str] = frozenset()
     ) -> Choice:
@@ -90,6 +92,7 @@ class CallPlan:
         """Chooses an implementation and, if one serves the call, its configuration."""
         return self.choice_with_config(self.choose_implementation(record, direction, grad_fields), record)
 
+    @in_context_of_plan
     def choice_with_config(self, choice: Choice, record: Any) -> Choice:
         """Returns a choice with the configuration of its implementation, if it has one."""
         if choice.implementation is None:
@@ -132,6 +135,7 @@ class CallPlan:
         results = ForwardResults(*self._run_implementation(choice, argument))
         return _check_private_residuals(choice, results)
 
+    @in_context_of_plan
     def forward_with_tangents(
         self, record: Any, vs: list[Any], by_field: Callable[[Any, list[Any]], dict[str, Any]], choice: Choice
     ) -> tuple[Any, Any]:
@@ -173,6 +177,7 @@ class CallPlan:
         rule = forward_pass if choice.direction == "forward" else backward_pass
         return rule(self.op.family, run, argument)
 
+    @in_context_of_plan
     def _run_implementation(self, choice: Choice, argument: Any) -> Any:
         if choice.implementation is None:
             raise NoImplementationError(choice)
@@ -371,7 +376,8 @@ class DeviceRun:
         if implementation is None or implementation.row_states is None:
             return None
         function = load_object(implementation.row_states)
-        with jax.named_scope(f"ejkernel.{self.plan.op.name}.row_states.{implementation.name}"):
+        scope = jax.named_scope(f"ejkernel.{self.plan.op.name}.row_states.{implementation.name}")
+        with context_of_plan(self.plan), scope:
             return call_without_varying_axes(
                 lambda argument: function(*argument), (record, output_cotangent, final_states_cotangent)
             )
