@@ -103,6 +103,18 @@ def test_zero_vectors_are_zero_again():
     assert not np.any(turboquant.turboquant_dequantize_values(codes, norms, codebook, rotation))
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1e25])
+def test_norms_are_those_of_vectors_whose_squares_are_no_float32(scale):
+    rotation, projection = tables(64, 64)
+    codebook, scale = turboquant.get_codebook(4, 64).centroids, np.float32(scale)
+    x = jnp.cos(jnp.arange(128.0)).reshape(2, 64)
+    at_scale, at_one = (
+        turboquant.turboquant_compress_keys(each, rotation, codebook, projection, norms_dtype=jnp.float32)[2]
+        for each in (x * scale, x)
+    )
+    np.testing.assert_allclose(at_scale / scale, at_one, rtol=1e-5)
+
+
 def test_vectors_may_be_given_by_name():
     rotation, _ = tables(8)
     codebook = turboquant.get_codebook(4, 8).centroids

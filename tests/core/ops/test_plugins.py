@@ -1,5 +1,6 @@
 """Plugins: what is broken is reported and stops nobody, and the order of discovery decides nothing."""
 
+import dataclasses
 import itertools
 from types import SimpleNamespace
 
@@ -23,7 +24,9 @@ def errors(registry) -> dict[str, str | None]:
     return {plugin.name: plugin.error for plugin in registry.plugins}
 
 
-@pytest.mark.parametrize("error", [ImportError("no libfoo"), ValueError("bad"), AttributeError("gone")], ids=repr)
+@pytest.mark.parametrize(
+    "error", [ImportError("no libfoo"), ValueError("bad"), AttributeError("gone"), SystemExit(3)], ids=repr
+)
 def test_a_plugin_that_does_not_import_is_reported_and_the_rest_works(use, x, chain, error):
     registry = use(toy.entry_point("a-broken", raising(error)), toy.plugin(toy.implementation()))
 
@@ -42,6 +45,26 @@ def test_a_hook_that_raises_is_reported_and_the_rest_works(use):
 
     assert errors(registry)["a-broken"] == "RuntimeError: driver too old"
     assert [i.name for i in registry.implementations["toy"]] == ["plain"]
+
+
+def test_unreadable_metadata_of_a_plugin_is_reported_and_the_rest_works(use, x, chain):
+    broken = toy.entry_point("a-broken", raising(AssertionError), requires=("@@ 1",))
+    registry = use(broken, toy.plugin(toy.implementation()))
+
+    assert errors(registry)["a-broken"].startswith("InvalidRequirement: ")
+    assert call(x, chain=chain).shape == x.shape
+
+
+def test_a_requirement_that_names_no_module_refuses_its_implementation_alone(use, x, chain):
+    first = toy.implementation("malformed", priority=1)
+    requires = dataclasses.replace(first.requires, modules=(">=3", "nowhere.at_all>=1"))
+    use(toy.plugin(dataclasses.replace(first, requires=requires), toy.implementation()))
+
+    assert call(x, chain=chain).shape == x.shape
+    verdicts = ejkernel.explain(toy.OP, x).forward.verdicts
+    reasons = next(verdict.reasons for verdict in verdicts if verdict.implementation.name == "malformed")
+    assert any(reason.startswith("modules: got '>=3', wants a module") for reason in reasons)
+    assert "module nowhere.at_all is not installed, needs >=1" in reasons
 
 
 def test_a_misspelt_hook_is_reported(use):

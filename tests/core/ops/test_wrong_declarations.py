@@ -46,11 +46,36 @@ def with_requires(**changes):
         (dataclasses.replace(GOOD, backward="ejkernel_xla.nowhere:x"), "backward: 'ejkernel_xla.nowhere:x'"),
         (dataclasses.replace(GOOD, cases="ejkernel_xla.nowhere:x"), "cases: 'ejkernel_xla.nowhere:x'"),
         (dataclasses.replace(GOOD, package="nowhere"), "package: there is no package 'nowhere'"),
+        (dataclasses.replace(GOOD, package="nowhere.at.all"), "package: there is no package 'nowhere.at.all'"),
     ],
 )
 def test_declaration_errors_report_names_that_do_not_exist(implementation, sentence):
     (found,) = declaration_errors(implementation, FAMILY)
     assert sentence in found
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda: dataclasses.replace(GOOD, name=7), "name of implementation 7: got 7, wants a str"),
+        (lambda: dataclasses.replace(GOOD, platform=None), "platform of implementation .*: got None, wants a str"),
+        (
+            lambda: dataclasses.replace(GOOD, only=["gru"]),
+            "only of .*: got .*, wants a frozenset of names or None",
+        ),
+        (lambda: dataclasses.replace(GOOD, priority="high"), "priority of .*: got 'high', wants int or a function"),
+        (lambda: dataclasses.replace(GOOD, priority=True), "priority of .*: got True, wants int or a function"),
+        (lambda: dataclasses.replace(GOOD, requires=None), "requires of .*: got None, wants Requires"),
+        (lambda: dataclasses.replace(GOOD, config=None), "config of .*: got None, wants ConfigSpace"),
+        (lambda: with_requires(devices="cpu"), "devices of Requires: got 'cpu', wants a frozenset of names"),
+        (lambda: with_requires(dtypes=frozenset({None})), "dtypes of Requires: got .* wants a frozenset of names"),
+        (lambda: with_requires(modules="jax"), "modules of Requires: got 'jax', wants a tuple of str"),
+        (lambda: with_requires(extra=()), r"extra of Requires: got \(\), wants a function"),
+    ],
+)
+def test_a_declaration_of_a_wrong_type_cannot_be_created(change, message):
+    with pytest.raises(ValueError, match=message):
+        change()
 
 
 def test_declaration_errors_cover_backward_requires():

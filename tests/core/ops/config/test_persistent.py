@@ -25,7 +25,7 @@ from ejkernel.ops import (
     StoreWarning,
     policy_override,
 )
-from ejkernel.ops.config.persistent import default_path
+from ejkernel.ops.config.persistent import DIRECTORY_VARIABLE, default_path
 
 KEY = ConfigKey(
     op="toy@1", implementation="plain@1.0", direction="forward", device="cpu", schema="0", call="x=float32[4,8]"
@@ -168,8 +168,9 @@ def test_a_damaged_entry_is_ignored_and_the_others_are_kept(store, entry):
     assert cache.get(other, FwdParams) == PART
 
 
-def test_a_file_of_a_later_version_is_left_as_it_is(store):
-    damage(store, b'{"entries":{"key":[1]},"format":2}')
+@pytest.mark.parametrize("content", [b'"entries":{"key":[1]}', b'"entries":[1]', b'"configurations":{}'])
+def test_a_file_of_a_later_version_is_left_as_it_is(store, content):
+    damage(store, b'{"format":2,' + content + b"}")
     cache = PersistentCache(store)
 
     with pytest.warns(StoreWarning, match="format 2") as caught:
@@ -177,6 +178,22 @@ def test_a_file_of_a_later_version_is_left_as_it_is(store):
     assert len(caught) == 1
     cache.put(KEY, PART, 1.0)  # a second warning would be an error
     assert json.loads(store.read_text())["format"] == 2
+
+
+def test_a_linked_store_is_written_where_the_link_leads(store, tmp_path):
+    PersistentCache(store).put(KEY, PART, 1.0)
+    link = tmp_path / "link.json"
+    link.symlink_to(store)
+
+    PersistentCache(link).remove([str(KEY)])
+    assert link.is_symlink()
+    assert not PersistentCache(store).entries()
+    assert not link.with_name("link.json.lock").exists()
+
+
+def test_a_home_of_nobody_is_a_folder_like_others(monkeypatch):
+    monkeypatch.setenv(DIRECTORY_VARIABLE, "~nobody-of-this-name/store")
+    assert not PersistentCache().entries()
 
 
 def unusable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

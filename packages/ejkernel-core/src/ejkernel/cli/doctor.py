@@ -22,7 +22,7 @@ from ejkernel.ops.declarations import wrong_declarations
 from ejkernel.ops.device import DeviceInfo, device_info
 from ejkernel.ops.model import Implementation
 from ejkernel.ops.plugins import Plugin, Registry, registry
-from ejkernel.ops.toolchain import missing_module_reason, split_requirement
+from ejkernel.ops.toolchain import missing_module_reason, requirement_error, split_requirement
 
 
 @click.command()
@@ -210,6 +210,8 @@ def _implementation_row(implementation: Implementation, devices_here: set[Device
 
 def _module_status(requirement: str) -> str:
     """Names a module, and says if it is missing or has another version."""
+    if requirement_error(requirement) is not None:
+        return f"{requirement} (wrong)"
     name, versions = split_requirement(requirement)
     sentence = missing_module_reason(requirement)
     if sentence is None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from ejkernel.families.contract import Family
 from ejkernel.ops.model import Implementation, Requires
 from ejkernel.ops.plugins import Registry
-from ejkernel.ops.toolchain import missing_module_reason
+from ejkernel.ops.toolchain import is_importable, requirement_error
 from ejkernel.suggestion import did_you_mean
 from ejkernel.types.arguments import optional_fields
 
@@ -48,7 +48,7 @@ def declaration_errors(implementation: Implementation, family: Family) -> Iterat
         problem = None if path is None else object_path_error(path)
         if problem is not None:
             yield f"{field}: {problem}"
-    if implementation.package is not None and importlib.util.find_spec(implementation.package) is None:
+    if implementation.package is not None and not is_importable(implementation.package):
         yield f"package: there is no package {implementation.package!r}"
 
 
@@ -60,11 +60,7 @@ def _requirement_problems(field: str, requires: Requires, family: Family) -> Ite
         reason = _dtype_name_error(dtype)
         if reason:
             yield f"{field}.dtypes: {reason}"
-    for module in requires.modules:
-        try:
-            missing_module_reason(module)
-        except ValueError as error:
-            yield f"{field}.{error}" if str(error).startswith("modules") else f"{field}.modules: {error}"
+    yield from (f"{field}.{error}" for error in map(requirement_error, requires.modules) if error)
 
 
 def _unknown_name_errors(field: str, names: Iterable[str], known: Iterable[str]) -> Iterator[str]:

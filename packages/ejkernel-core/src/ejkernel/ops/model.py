@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 from ejkernel.families.contract import Family
+from ejkernel.ops.declared_types import FUNCTION, NAMES, TEXT, TEXTS, check_types
 from ejkernel.ops.derived import axes_of, cases_of_uncovered_arrays, config_class_from_annotation, normal_inputs
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import BaseOperationConfig, Direction
@@ -218,6 +219,28 @@ class Requires:
     symbolic: bool = False
     extra: Callable[[Any], Iterable[str]] = _no_refusal_reasons
 
+    def __post_init__(self) -> None:
+        check_types(self, "Requires", _TYPES_OF_REQUIRES)
+
+
+_TYPES_OF_REQUIRES = {
+    **dict.fromkeys(("devices", "dtypes", "handles"), NAMES),
+    "modules": TEXTS,
+    "min_compute_capability": (int, float, None),
+    "extra": FUNCTION,
+}
+_TYPES_OF_IMPLEMENTATION = {
+    **dict.fromkeys(("family", "name", "platform", "forward"), TEXT),
+    **dict.fromkeys(("backward", "forward_mode", "row_states", "package", "cases"), (TEXT, None)),
+    **dict.fromkeys(("gradients", "invariant_to"), NAMES),
+    "only": (NAMES, None),
+    "requires": Requires,
+    "backward_requires": (Requires, None),
+    "config": ConfigSpace,
+    "priority": (int, FUNCTION),
+    "invariant_priority": (int, None),
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Implementation:
@@ -294,6 +317,7 @@ class Implementation:
     instead_of_kernel: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str], hash=False)
 
     def __post_init__(self) -> None:
+        check_types(self, f"implementation {self.name!r}", _TYPES_OF_IMPLEMENTATION)
         if self.paired and self.backward is None:
             raise ValueError(f"implementation {self.name!r} of {self.family}: paired=True wants a backward, got None")
         unknown = sorted(self.invariant_to - INVARIANCES.keys())

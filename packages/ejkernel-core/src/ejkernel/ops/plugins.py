@@ -123,7 +123,7 @@ def load(entry_points: Iterable[importlib.metadata.EntryPoint]) -> Registry:
             name = f"{owner}:{name}"
         known = {plugin.name for plugin in collected.plugins}
         duplicate = f"another plugin is already named {name!r}" if name in known else None
-        error = duplicate or _version_error(entry_point) or collected.add(entry_point, name)
+        error = duplicate or collected.add(entry_point, name)
         collected.plugins.append(Plugin(name, _distribution_and_version(entry_point), error))
     return collected.registry()
 
@@ -154,9 +154,13 @@ class _CollectedDeclarations:
     def add(self, entry_point: importlib.metadata.EntryPoint, name: str) -> str | None:
         """Adds one plugin under a name; returns what is wrong with it, or None."""
         try:
-            ops, implementations = _declarations_of_entry_point(entry_point)
-        except Exception as error:  # noqa: BLE001 - a plugin may fail in any way, and must not take others along
+            version_error = _version_error(entry_point)
+            ops, implementations = ([], []) if version_error else _declarations_of_entry_point(entry_point)
+        # A plugin may fail in any way, or be a script that exits, and must not take others along.
+        except (Exception, SystemExit) as error:  # noqa: BLE001
             return f"{type(error).__name__}: {error}"
+        if version_error:
+            return version_error
         problems: list[str] = []
         for op in ops:
             problem = self._operation_error(op)

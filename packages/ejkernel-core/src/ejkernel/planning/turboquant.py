@@ -104,7 +104,7 @@ def encode_vectors(x: jax.Array, rotation: jax.Array, codebook: jax.Array, bits:
     """
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     x, codebook = x.astype(dtype), codebook.astype(dtype)
-    norms = jnp.sqrt(jnp.sum(x * x, axis=-1))
+    norms = _norms(x)
     rotated = _product(x, rotation.astype(dtype))
     codes = nearest_codes(rotated / jnp.where(norms > 0, norms, 1)[..., None], codebook)
     return EncodedVectors(pack_codes(codes, bits), norms, rotated - norms[..., None] * code_values(codes, codebook))
@@ -124,8 +124,7 @@ def encode_keys(
     """
     codes, norms, residuals = encode_vectors(keys, rotation, codebook, bits)
     signs = _product(residuals, projection.astype(residuals.dtype)) >= 0
-    residual_norms = jnp.sqrt(jnp.sum(residuals * residuals, axis=-1))
-    return EncodedKeys(codes, pack_codes(signs, 1), jnp.stack((norms, residual_norms), axis=-1))
+    return EncodedKeys(codes, pack_codes(signs, 1), jnp.stack((norms, _norms(residuals)), axis=-1))
 
 
 def decode_vectors(codes: jax.Array, norms: jax.Array, codebook: jax.Array, bits: int) -> jax.Array:
@@ -178,6 +177,17 @@ def rotate_back(rotated: jax.Array, rotation: jax.Array) -> jax.Array:
     """Returns vectors [..., D] of rotated ones, in their dtype."""
     dtype = jnp.promote_types(rotated.dtype, jnp.float32)
     return _product(rotated.astype(dtype), rotation.astype(dtype).T).astype(rotated.dtype)
+
+
+def _norms(x: jax.Array) -> jax.Array:
+    """Returns the norms [...] of vectors [..., D].
+
+    The squares are those of vectors divided by a power of two, which changes no bit of them: the square of a float32
+    above 1.8e19 is infinite, and that of one below 1e-23 is 0.
+    """
+    _, exponents = jnp.frexp(jnp.max(jnp.abs(x), axis=-1, initial=0))
+    scales = jnp.ldexp(jnp.ones((), x.dtype), exponents - 1)
+    return scales * jnp.sqrt(jnp.sum((x / scales[..., None]) ** 2, axis=-1))
 
 
 def _product(x: jax.Array, matrix: jax.Array) -> jax.Array:

@@ -43,7 +43,10 @@ def default_path() -> Path:
     import platformdirs
 
     directory = os.environ.get(DIRECTORY_VARIABLE)
-    folder = Path(directory).expanduser() if directory else platformdirs.user_cache_path("ejkernel", appauthor=False)
+    if not directory:
+        return platformdirs.user_cache_path("ejkernel", appauthor=False) / FILE_NAME
+    # `Path.expanduser` raises an error for a user that does not exist.
+    folder = Path(os.path.expanduser(directory))
     return folder / FILE_NAME
 
 
@@ -96,6 +99,11 @@ class PersistentCache:
         if self._path is None:
             return default_path()
         return self._path if self._path.suffix == ".json" else self._path / FILE_NAME
+
+    @property
+    def _file(self) -> Path:
+        """Returns the path without symbolic links: the file is replaced, and all who link to it share its lock."""
+        return Path(os.path.realpath(self.path))
 
     def entries(self) -> Mapping[str, Entry]:
         """Returns all entries now on disk, by key; empty where there is no readable file."""
@@ -162,14 +170,14 @@ class PersistentCache:
         """Removes all entries."""
         if self.path.exists():
             with self._store_lock():
-                self.path.unlink(missing_ok=True)
+                self._file.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def _store_lock(self) -> Generator[None]:
         import filelock
 
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(f"{self.path}.lock", timeout=LOCK_TIMEOUT_S):
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(f"{self._file}.lock", timeout=LOCK_TIMEOUT_S):
             yield
 
     def _load_entries(self) -> Mapping[str, Entry]:
@@ -186,19 +194,19 @@ class PersistentCache:
         except FileNotFoundError:
             return {}
         except DAMAGED_TABLE_ERRORS as error:
-            damaged_path = self.path.with_suffix(f".damaged-{os.getpid()}.json")
-            os.replace(self.path, damaged_path)
+            damaged_path = self._file.with_suffix(f".damaged-{os.getpid()}.json")
+            os.replace(self._file, damaged_path)
             warnings.warn(f"{self.path} was damaged ({error}); moved to {damaged_path}", StoreWarning, stacklevel=2)
             return {}
 
     def _replace_file(self, file_content: bytes) -> None:
-        temporary = f"{self.path}.{os.getpid()}.tmp"  # of one writer at a time, for the lock is held
+        temporary = f"{self._file}.{os.getpid()}.tmp"  # of one writer at a time, for the lock is held
         try:
             with open(temporary, "wb") as file:
                 file.write(file_content)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temporary, self.path)
+            os.replace(temporary, self._file)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
@@ -206,7 +214,7 @@ class PersistentCache:
 
     def _remove_stale_temporaries(self) -> None:
         """Removes what writers that were killed have left."""
-        for left in glob.glob(f"{glob.escape(str(self.path))}.*.tmp"):
+        for left in glob.glob(f"{glob.escape(str(self._file))}.*.tmp"):
             os.unlink(left)
 
     def _stop_writing(self, reason: str) -> None:

@@ -52,7 +52,12 @@ class _UncheckedTable(msgspec.Struct):
     """A table whose entries have yet to be looked at, one by one."""
 
     entries: dict[str, Any]
-    format: int = TABLE_FORMAT_VERSION
+
+
+class _Format(msgspec.Struct):
+    """The part of a table that has the same meaning in every version; a format that is no number is another one."""
+
+    format: Any = TABLE_FORMAT_VERSION
 
 
 class OtherFormatError(OSError):
@@ -66,9 +71,11 @@ def decode(data: bytes) -> Mapping[str, Entry]:
         ValueError: The data is not a table. The same RecursionError.
         OtherFormatError: The table has a format of another version.
     """
+    # First, as another version may have no entries, or other ones.
+    table_format = msgspec.json.decode(data, type=_Format).format
+    if table_format != TABLE_FORMAT_VERSION:
+        raise OtherFormatError(f"has format {table_format}, this version reads {TABLE_FORMAT_VERSION}")
     table = msgspec.json.decode(data, type=_UncheckedTable)
-    if table.format != TABLE_FORMAT_VERSION:
-        raise OtherFormatError(f"has format {table.format}, this version reads {TABLE_FORMAT_VERSION}")
     entries: dict[str, Entry] = {}
     for key, raw in table.entries.items():
         try:
