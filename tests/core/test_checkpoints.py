@@ -82,6 +82,16 @@ def test_awq():
     assert_computes(from_awq(*map(jnp.asarray, (awq_words(codes), awq_words(zeros), scales))), weights.T)
 
 
+@pytest.mark.parametrize("convert", [from_gptq, from_awq])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_packed_zeros_of_other_groups_or_columns_are_refused(convert, axis):
+    codes, zeros = codes_of(4, K, N), codes_of(4, K // GROUP, N)
+    words = stream(codes, 4, 0 if convert is from_gptq else 1)
+    short = jnp.asarray(np.delete(stream(zeros, 4, 1), 0, axis))
+    with pytest.raises(ValueError, match=r"qzeros: got shape \(.*\), wants \(.*\) for scales of shape"):
+        convert(jnp.asarray(words), short, jnp.asarray(scales_of(K // GROUP, N)))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("groups", [1, K // GROUP])
 def test_compressed_tensors_symmetric(groups, dtype):

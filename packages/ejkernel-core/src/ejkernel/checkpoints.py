@@ -56,6 +56,8 @@ def from_gptq(
     words = jnp.swapaxes(_uint32_words_from_int32("qweight", qweight), -1, -2)
     columns, group = _columns_and_group_size("scales", scales.shape[-2], words.shape[-1] * WORD_BITS // bits)
     _check_groups_in_order(g_idx, columns, group)
+    expected = (*scales.shape[:-1], cdiv(scales.shape[-1] * bits, WORD_BITS))
+    _check_zeros(qzeros, expected, scales)
     zeros = unpack(_uint32_words_from_int32("qzeros", qzeros), bits, scales.shape[-1])
     if checkpoint_format == "gptq":
         zeros = (zeros + 1) & (2**bits - 1)
@@ -76,6 +78,7 @@ def from_awq(qweight: jax.Array, qzeros: jax.Array, scales: jax.Array) -> Matmul
         ValueError: Shapes do not fit together.
     """
     _, group = _columns_and_group_size("scales", scales.shape[-2], qweight.shape[-2])
+    _check_zeros(qzeros, (*scales.shape[:-1], qweight.shape[-1]), scales)
     codes = jnp.swapaxes(_unpack_awq_codes("qweight", qweight), -1, -2)
     zeros = jnp.swapaxes(_unpack_awq_codes("qzeros", qzeros), -1, -2).astype(scales.dtype)
     stored = {"scales": jnp.swapaxes(scales, -1, -2), "zeros": zeros}
@@ -248,6 +251,14 @@ def _uint32_words_from_bytes(name: str, packed: jax.Array) -> jax.Array:
     if packed.dtype != jnp.uint8 or packed.shape[-1] % 4:
         raise ValueError(f"{name}: got {packed.dtype}{list(packed.shape)}, wants uint8 rows in multiples of 4 bytes")
     return lax.bitcast_convert_type(packed.reshape(*packed.shape[:-1], -1, 4), jnp.uint32)
+
+
+def _check_zeros(zeros: jax.Array, expected: tuple[int, ...], scales: jax.Array) -> None:
+    """Raises ValueError unless there are packed zeros for each group of each column, as there are scales."""
+    if zeros.shape != expected:
+        raise ValueError(
+            f"qzeros: got shape {tuple(zeros.shape)}, wants {expected} for scales of shape {tuple(scales.shape)}"
+        )
 
 
 def _unpack_awq_codes(name: str, packed: jax.Array) -> jax.Array:

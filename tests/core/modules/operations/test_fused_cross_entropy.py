@@ -177,6 +177,10 @@ def test_targets_of_other_axes_are_refused_with_a_function_for_a_head():
     [
         ({"lm_head_fn": jnp.ones((D, V))}, "lm_head_fn: got ArrayImpl, wants a function"),
         ({"lm_head_fn": lambda x: x[0]}, r"lm_head_fn: got logits of shape \(8,\), wants \[2, V\]"),
+        (
+            {"lm_head_fn": lambda x: x, "targets": jnp.array([D, 0])},
+            f"targets: got .*, wants entries from 0 to {D - 1}",
+        ),
         ({"lm_head_fn": lambda x: x, "targets": [0, 1]}, r"targets: got list.*, wants an array of shape \(2,\)"),
     ],
 )

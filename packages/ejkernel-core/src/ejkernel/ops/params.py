@@ -93,9 +93,16 @@ def specified_leaf_fields(part: Any, prefix: str = "") -> dict[str, Any]:
     return values
 
 
+BATCH_INVARIANT_FIELD = "batch_invariant"
+"""A field of kernels' configuration types that is true in a `batch_invariant` block, and that callers do not set."""
+
+
 def set_fields_as_text(part: Any) -> str:
     """Returns the fields of a configuration part that are set: `q_blocksize=128, kv_blocksize=64`."""
-    return ", ".join(f"{name}={value}" for name, value in specified_leaf_fields(part).items()) or "nothing"
+    fields = specified_leaf_fields(part)
+    if not fields.get(BATCH_INVARIANT_FIELD):
+        fields.pop(BATCH_INVARIANT_FIELD, None)
+    return ", ".join(f"{name}={value}" for name, value in fields.items()) or "nothing"
 
 
 @dataclasses.dataclass(frozen=True)

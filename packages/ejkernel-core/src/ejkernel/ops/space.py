@@ -7,7 +7,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from ejkernel.ops.device import DeviceInfo
-from ejkernel.ops.params import BaseOperationConfig, BwdParams, Direction, FwdParams, specified_leaf_fields
+from ejkernel.ops.params import (
+    BATCH_INVARIANT_FIELD,
+    BaseOperationConfig,
+    BwdParams,
+    Direction,
+    FwdParams,
+    specified_leaf_fields,
+)
 
 PUBLIC_CONFIG_TYPES = (FwdParams, BwdParams, BaseOperationConfig)
 """The public configuration classes. A kernel may use one of these classes as its own configuration type."""
@@ -32,10 +39,6 @@ class ConfigModule(Protocol):
     def candidates(self, record: Any, device: DeviceInfo, direction: Direction, /) -> tuple[Any, ...]:
         """Returns the configuration parts worth measuring."""
         ...
-
-
-BATCH_INVARIANT_FIELD = "batch_invariant"
-"""A field of kernels' configuration types that is true in a `batch_invariant` block, and that callers do not set."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

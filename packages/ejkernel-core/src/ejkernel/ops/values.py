@@ -84,7 +84,19 @@ def check(conditions: Conditions | None, args: Any, validate: Callable[[Any], ob
         ValueError: A condition does not hold; or an argument is of 64-bit integers that JAX would wrap around.
     """
     _check_numpy_width(args)
-    stated = () if conditions is None else tuple(conditions(args))
+    check_conditions(() if conditions is None else tuple(conditions(args)), lambda: validate and validate(args))
+
+
+def check_conditions(stated: tuple[Condition, ...], validate: Callable[[], object] = lambda: None) -> None:
+    """Checks conditions as `check` does.
+
+    Args:
+        stated: The conditions.
+        validate: Called before the error of a condition is raised.
+
+    Raises:
+        ValueError: A condition does not hold.
+    """
     arrays = {id(array): array for condition in stated for array in condition.arrays}
     readable = {key: array for key, array in arrays.items() if _is_readable_on_host(array)}
     for array in readable.values():
@@ -94,7 +106,7 @@ def check(conditions: Conditions | None, args: Any, validate: Callable[[Any], ob
     for condition in stated:
         if readable.keys() >= set(map(id, condition.arrays)):
             if not condition.is_checked_by_record:
-                _check_now(condition, [_host_values(host, array) for array in condition.arrays], args, validate)
+                _check_now(condition, [_host_values(host, array) for array in condition.arrays], validate)
         elif _policy.is_on and any(map(_compat.is_tracer, condition.arrays)):
             _check_at_run_time(condition)
 
@@ -120,10 +132,9 @@ def _host_values(fetched_values: dict[int, Any], array: Any) -> np.ndarray:
     return value
 
 
-def _check_now(condition: Condition, values: list[np.ndarray], args: Any, validate: Any) -> None:
+def _check_now(condition: Condition, values: list[np.ndarray], validate: Callable[[], object]) -> None:
     if not condition.holds(np, *values):
-        if validate is not None:
-            validate(args)
+        validate()
         shown = np.array2string(values[0], threshold=16, separator=", ")
         raise ValueError(f"{condition.name}: got {shown}, wants {condition.wants}")
 

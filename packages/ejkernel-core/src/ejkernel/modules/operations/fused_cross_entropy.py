@@ -236,13 +236,7 @@ def conditions(args: FusedCrossEntropyArguments) -> Iterable[Condition]:
     split, matrix = args.vocab_parallel_axis is not None, args.logits if args.hidden is None else args.lm_head_weight
     if args.targets is None or split or not are_integer_arrays(args.targets) or not getattr(matrix, "shape", ()):
         return  # `validate` refuses what is missing or wrong
-    entries = matrix.shape[-1]
-
-    def targets_are_valid(xp: Any, targets: Any) -> Any:
-        return xp.all(((targets >= 0) & (targets < entries)) | (targets == args.ignore_index))
-
-    wants = f"entries from 0 to {entries - 1}, or ignore_index={args.ignore_index}"
-    yield Condition(name="targets", arrays=(args.targets,), holds=targets_are_valid, wants=wants)
+    yield token_losses.condition_of_targets(args.targets, matrix.shape[-1], args.ignore_index)
 
 
 def _weight_per_token(args: FusedCrossEntropyArguments) -> jax.Array:

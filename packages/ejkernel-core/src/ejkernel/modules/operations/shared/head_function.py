@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from ejkernel.arithmetic import cdiv
 from ejkernel.modules.operations.shared.shapes import as_count
-from ejkernel.modules.operations.shared.token_losses import check_exactly_one, check_token_axes
+from ejkernel.modules.operations.shared.token_losses import check_exactly_one, check_token_axes, condition_of_targets
+from ejkernel.ops.values import check_conditions
 
 TOKENS_PER_BLOCK = 1024
 """Tokens in a block, unless the call says how many."""
@@ -48,15 +49,20 @@ def head_function_loss(loss: Callable[..., Any], arguments: dict[str, Any]) -> A
         if x is not None
     }
 
+    entries = 0
+
     @jax.checkpoint
     def loss_of_block(block: dict[str, jax.Array]) -> Any:
+        nonlocal entries
         # A token of weight 0 may hold NaN, which would reach the gradients of what the function closes over.
         logits: Any = function(jnp.where(_counts(block, options["ignore_index"])[:, None], block.pop("hidden"), 0))
         if logits.ndim != 2 or logits.shape[0] != size:
             raise ValueError(f"lm_head_fn: got logits of shape {tuple(logits.shape)}, wants [{size}, V]")
+        entries = logits.shape[-1]
         return loss(logits, **block, **options, reduction="none" if reduction == "none" else "sum")
 
     results = jax.lax.map(loss_of_block, blocks)
+    _check_targets(per_token["targets"], entries, options)
     weight_sum = jnp.sum(results.weight_sum)
     total = jnp.where(weight_sum == 0, 1, weight_sum)
     accuracy = None if results.accuracy is None else jnp.sum(results.accuracy * results.weight_sum) / total
@@ -65,6 +71,12 @@ def head_function_loss(loss: Callable[..., Any], arguments: dict[str, Any]) -> A
     else:
         loss_, z_loss = (jnp.sum(x) / (total if reduction == "mean" else 1) for x in (results.loss, results.z_loss))
     return type(results)(loss_, z_loss, weight_sum, accuracy)
+
+
+def _check_targets(targets: Any, entries: int, options: dict[str, Any]) -> None:
+    """Raises ValueError for a target that is no entry, if its value can be read; those of blocks are traced."""
+    if targets is not None and options["vocab_parallel_axis"] is None:
+        check_conditions((condition_of_targets(targets, entries, options["ignore_index"]),))
 
 
 def _counts(block: dict[str, jax.Array], ignore_index: int) -> jax.Array:

@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from ejkernel.modules.operations.shared.shapes import check_dtype, got
+from ejkernel.ops.values import Condition
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -58,6 +59,16 @@ def check_token_weights(args: Any, tokens: tuple[int, ...]) -> None:
             check_token_axes(name, array, tokens)
     if args.weights is not None:
         check_dtype("weights", args.weights, jnp.floating, "a floating dtype")
+
+
+def condition_of_targets(targets: Any, entries: int, ignore_index: int) -> Condition:
+    """Returns the condition that targets are entries of the vocabulary, or are ignored."""
+
+    def are_valid(xp: Any, targets: Any) -> Any:
+        return xp.all(((targets >= 0) & (targets < entries)) | (targets == ignore_index))
+
+    wants = f"entries from 0 to {entries - 1}, or ignore_index={ignore_index}"
+    return Condition(name="targets", arrays=(targets,), holds=are_valid, wants=wants)
 
 
 def token_weights(args: Any, dtype: Any) -> jax.Array | None:
