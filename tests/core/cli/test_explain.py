@@ -65,6 +65,7 @@ MISTAKES = {
     "value of the wrong kind": ((*SMALL, "-o", "causal=7"), "causal: got int 7"),
     "value out of range": ((*SMALL, "-o", "sliding_window=0"), "sliding_window: got int 0"),
     "dtype that is none": ((*SMALL, "--dtype", "floaty"), "there is no dtype 'floaty'"),
+    "dtype of records": ((*SMALL, "--dtype", "i4,f4"), "there is no dtype 'i4,f4'"),
     "dtype that does not fit": (("--shape", "1,64,2,16:int32"), "wants a floating dtype"),
     "platform": ((*SMALL, "--platform", "abacus"), "platform: got 'abacus'"),
     "case": (("--case", "none of these"), "no case 'none of these'"),

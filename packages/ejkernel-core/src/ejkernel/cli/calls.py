@@ -9,7 +9,7 @@ import ast
 import dataclasses
 import functools
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +80,13 @@ def complete_case(ctx: click.Context, parameter: click.Parameter, text: str) -> 
 
 def dtype_name(text: str) -> str:
     """Checks that a dtype of this name exists, and returns its full name."""
-    try:
-        return jnp.dtype(text).name
-    except TypeError:
-        raise click.BadParameter(
-            f"there is no dtype {text!r}; names are those of jax.numpy, such as float32, bfloat16 and int32"
-        ) from None
+    with suppress(TypeError):
+        dtype = jnp.dtype(text)
+        if dtype.fields is None and dtype.subdtype is None:  # `i4,f4` and `(2,3)f4` are dtypes of NumPy alone
+            return dtype.name
+    raise click.BadParameter(
+        f"there is no dtype {text!r}; names are those of jax.numpy, such as float32, bfloat16 and int32"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """The cross-entropy of logits that a caller's function makes, a block of tokens at a time."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -63,11 +64,16 @@ def head_function_loss(loss: Callable[..., Any], arguments: dict[str, Any]) -> A
 
     results = jax.lax.map(loss_of_block, blocks)
     _check_targets(per_token["targets"], entries, options)
+    return _results_of_blocks(results, reduction, shape)
+
+
+def _results_of_blocks(results: Any, reduction: str, shape: tuple[int, ...]) -> Any:
+    """Returns the results of a call from those of its blocks; `shape` is that of the tokens."""
     weight_sum = jnp.sum(results.weight_sum)
     total = jnp.where(weight_sum == 0, 1, weight_sum)
     accuracy = None if results.accuracy is None else jnp.sum(results.accuracy * results.weight_sum) / total
     if reduction == "none":
-        loss_, z_loss = (x.reshape(-1)[: hidden[..., 0].size].reshape(shape) for x in (results.loss, results.z_loss))
+        loss_, z_loss = (x.reshape(-1)[: math.prod(shape)].reshape(shape) for x in (results.loss, results.z_loss))
     else:
         loss_, z_loss = (jnp.sum(x) / (total if reduction == "mean" else 1) for x in (results.loss, results.z_loss))
     return type(results)(loss_, z_loss, weight_sum, accuracy)
