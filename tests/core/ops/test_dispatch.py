@@ -126,6 +126,22 @@ def test_explain_has_a_line_for_each_implementation_and_each_broken_plugin(use, 
     assert sum("heuristics: the implementation's rule" in line for line in lines) == 2
 
 
+def test_explain_shows_the_reason_of_a_priority(use, x):
+    def reason(record, device, direction):
+        return f"{len(record.x)} rows, {direction}" if device.platform == "cpu" else ""
+
+    use(
+        toy.plugin(
+            toy.implementation("long", priority=2, priority_reason=reason),
+            toy.implementation("absent", devices=frozenset({"tpu"}), priority_reason=reason),
+        )
+    )
+    long, absent = ejkernel.explain("toy", x).forward.verdicts
+
+    assert long.remarks == f"{len(x)} rows, forward"
+    assert (absent.remarks, absent.priority_reason) == ("needs tpu, this is cpu", "")
+
+
 def test_explain_accepts_an_operations_function_class_or_name(attention_inputs):
     decisions = {str(ejkernel.explain(what, *attention_inputs)) for what in
                  (flash_attention, FlashAttention, FlashAttention(), "flash_attention")}  # fmt: skip

@@ -39,6 +39,7 @@ class Verdict:
         unconfirmed_reason: Why it comes after all implementations with evidence for the device; empty if it does not.
         confirmed_on: The device and the toolchain on which all its tests have passed; empty without evidence.
         priority: Its priority for the call; None if the priority depends on the call and the kernels cannot compute it.
+        priority_reason: The reason for a priority that depends on the call; empty if the implementation has none.
     """
 
     implementation: Implementation
@@ -48,11 +49,13 @@ class Verdict:
     unconfirmed_reason: str = ""
     confirmed_on: str = ""
     priority: int | None = None
+    priority_reason: str = ""
 
     @property
     def remarks(self) -> str:
         """Returns the reasons of a refusal, or else the remarks on its place in the order of choice."""
-        return "; ".join(self.reasons or filter(None, (self.remark, self.unconfirmed_reason, self.confirmed_on)))
+        remarks = (self.remark, self.priority_reason, self.unconfirmed_reason, self.confirmed_on)
+        return "; ".join(self.reasons or filter(None, remarks))
 
     def __str__(self) -> str:
         return _table_row(self)
@@ -196,6 +199,7 @@ def _make_verdict(
         or implementation.constant_priority is not None
         or can_compute(op.family, implementation, record, direction)
     )
+    explains = implementation.priority_reason
     return Verdict(
         implementation,
         "refused" if reasons else "usable",
@@ -203,6 +207,7 @@ def _make_verdict(
         unconfirmed_reason=evidence.unconfirmed(implementation, op.name, device),
         confirmed_on=evidence.confirmed(implementation, op.name, device),
         priority=implementation.priority_for(record, device, direction) if knows_priority else None,
+        priority_reason="" if reasons or explains is None else explains(record, device, direction),
     )
 
 

@@ -273,6 +273,7 @@ class Implementation:
         priority: Higher is tried first; ties go by name. Where that depends on the call, a function of record, device
             and direction. XLA's is 0: a call for which it is below 0 goes to this implementation only where a caller
             asks for its platform.
+        priority_reason: Record, device and direction -> the reason for that priority, which `explain` shows, or "".
         package: The package that ships what was measured; None for that of `forward`. Tables of tuned configurations
             are in its folder `tuned`, `<device kind>/<op>.json`. What the conformance suite found on devices is in its
             folder `evidence`, `<chip>/<name>.json`: on a GPU without, an implementation comes after all that are
@@ -307,6 +308,7 @@ class Implementation:
     row_states: str | None = None
     forward_mode_limits: Callable[[Any, frozenset[str]], Iterable[str]] = _no_limits
     priority: int | Callable[[Any, DeviceInfo, Direction], int] = 0
+    priority_reason: Callable[[Any, DeviceInfo, Direction], str] | None = None
     package: str | None = None
     only: frozenset[str] | None = None
     cases: str | None = None
