@@ -4,12 +4,15 @@ import dataclasses
 import functools
 import math
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl  # noqa: TID251 - a step reads a table
 from jax.sharding import PartitionSpec
 
+from ejkernel.families.token_sparse_attention import TokenSparseAttention
 from ejkernel.modules import (
     all_gather_matmul,
     causal_conv1d,
@@ -37,7 +40,12 @@ from ejkernel.modules import (
 )
 from ejkernel.planning.quantized_formats import make_format
 from ejkernel.types import MaskInfo
+from ejkernel_pallas.tpu.mosaic.launch import KernelCall, launch
 from ejkernel_pallas.tpu.profile import Workload
+from ejkernel_pallas.tpu.token_sparse_attention import config as whole_tiles_config
+from ejkernel_pallas.tpu.token_sparse_attention import forward as whole_tiles
+from ejkernel_pallas.tpu.token_sparse_attention_union import config as union_config
+from ejkernel_pallas.tpu.token_sparse_attention_union import forward as union
 
 HEADS, LENGTH, SIZE = 8, 4096, 128
 FORWARD = 4 * HEADS * LENGTH**2 * SIZE / 2
@@ -618,15 +626,15 @@ def listed_blocks_decode(
 
 
 def listed_keys(keys: int, latent: bool = False) -> Workload:
-    """Attention of 128 queries to 2048 random keys each: 64 heads of 128 and 4 KV heads, or 128 heads of one latent key
-    of 512 + 64.
+    """Attention of 128 queries to 2048 random keys each, in whole tiles of keys: 64 heads of 128 and 4 KV heads, or 128
+    heads of one latent key of 512 + 64.
     """
     queries, listed = 128, 2048
 
     def forward(query: Any, key: Any, value: Any, indices: Any) -> Any:
         if latent:
-            options: dict[str, Any] = {"softmax_scale": 0.1, "value_size": 512, "platform": "pallas"}
-            return token_sparse_attention(query, key, None, indices, **options)
+            record = latent_record(query, key, indices)
+            return whole_tiles.forward(record, whole_tiles_config.heuristic(record, None, "forward"))[0]
         return token_sparse_attention(query, key, value, indices, platform="pallas")
 
     heads, kv_heads, size, value_size = (128, 1, 576, 512) if latent else (64, 4, 128, 128)
@@ -636,3 +644,75 @@ def listed_keys(keys: int, latent: bool = False) -> Workload:
     copied = 2 * (queries * heads * (size + value_size) + keys * kv_heads * (size if latent else 2 * size))
     flops = 2.0 * queries * heads * listed * (size + value_size)
     return Workload(function=forward, args=(query, key, key, indices), flops=flops, min_hbm_bytes=copied)
+
+
+def latent_record(query: jax.Array, key: jax.Array, indices: jax.Array) -> TokenSparseAttention:
+    """Returns a record of DeepSeek-V3.2's attention, for one of the kernels that serve it."""
+    return TokenSparseAttention(query=query, key=key, indices=indices[:, :, None], softmax_scale=0.1, value_size=512)
+
+
+def listed_union(keys: int, shared: float = 0.0, heads: int = 128) -> Workload:
+    """Attention of 16 queries to the union of the lists of 8 of them: 128 heads of one latent key of 512 + 64. A list
+    of 2048 keys has a share of the one before it, and other keys at random.
+
+    How many keys of a group are in the union is not known to a profile, which does not have what a kernel computes in
+    vectors. It reads these numbers from a table, and the kernel computes them as well.
+    """
+    queries, listed = 16, 2048
+    lists = overlapping_lists(queries, keys, listed, shared)
+    query, key = (jax.ShapeDtypeStruct((1, n, h, 576), jnp.bfloat16) for n, h in ((queries, heads), (keys, 1)))
+    tiles = union_config.heuristic(latent_record(query, key, lists[None]), None, "forward")
+    is_listed = np.zeros((queries // tiles.block_q, -(-keys // tiles.block_kv) * tiles.block_kv), bool)
+    for n, entries in enumerate(lists):
+        is_listed[n // tiles.block_q, entries] = True
+    table = is_listed.reshape(-1, union_config.GROUP).sum(axis=1).astype(np.int32)
+
+    def forward(query: Any, key: Any, indices: Any, table: Any) -> Any:
+        with mock.patch.object(union, "launch", functools.partial(launch_with_counts, table)):
+            return union.forward(latent_record(query, key, indices), tiles)[0]
+
+    copied = 2 * (queries * heads * (576 + 512) + keys * 576)
+    flops = 2.0 * queries * heads * listed * (576 + 512)
+    return Workload(function=forward, args=(query, key, lists[None], table), flops=flops, min_hbm_bytes=copied)
+
+
+def overlapping_lists(queries: int, keys: int, listed: int, shared: float) -> np.ndarray:
+    """Returns lists [queries, listed] of which each has a share of the one before it, and other keys at random."""
+    random = np.random.default_rng(0)
+    lists = [random.permutation(keys)[:listed]]
+    while len(lists) < queries:
+        kept = random.permutation(lists[-1])[: int(shared * listed)]
+        others = random.permutation(np.setdiff1d(np.arange(keys), kept))
+        lists.append(np.concatenate([kept, others[: listed - len(kept)]]))
+    return np.stack(lists).astype(np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class CountsOfTable:
+    """Scalars of a step that are written to scratch memory and read from a table."""
+
+    scratch: Any
+    table: Any
+    first: Any
+
+    @property
+    def shape(self) -> Any:
+        return self.scratch.shape
+
+    def __setitem__(self, n: Any, value: Any) -> None:
+        self.scratch[n] = value
+
+    def __getitem__(self, n: Any) -> Any:
+        return self.table[self.first + n]
+
+
+def launch_with_counts(table: Any, call: KernelCall) -> Any:
+    """Launches the kernel of the union of lists with the numbers of a table."""
+
+    def refs(counts_table: Any, **named: Any) -> Any:
+        scratch, tile = named["group_counts"], pl.program_id(0) * pl.num_programs(1) + pl.program_id(1)
+        first = (tile * pl.num_programs(2) + pl.program_id(2)) * scratch.shape[0]
+        return call.refs(**{**named, "group_counts": CountsOfTable(scratch, counts_table, first)})
+
+    tables = {**call.scalar_tables, "counts_table": table}
+    return launch(dataclasses.replace(call, refs=refs, scalar_tables=tables, coordinate_map=lambda *x: x[:-1]))

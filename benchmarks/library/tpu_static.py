@@ -183,6 +183,11 @@ LISTED = tuple(
     for kind in ("grouped", "latent")
     for n in (8192, 32768)
 )
+UNION = tuple(
+    case(f"union of lists, 16 queries, {n} keys, {what}, ejkernel", "listed_union", OURS, keys=n, shared=share)
+    for n in (32768, 131072)
+    for what, share in (("random lists", 0.0), ("80% of the list before", 0.8))
+)
 BLOCKS = tuple(
     case(f"listed blocks, decode, {what}, ejkernel", "listed_blocks_decode", OURS, keys=32768, **kwargs)
     for what, kwargs in (
@@ -249,6 +254,7 @@ ALL = (
     *MASKED,
     *INDEXED,
     *LISTED,
+    *UNION,
     *BLOCKS,
 )
 

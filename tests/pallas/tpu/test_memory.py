@@ -40,6 +40,7 @@ KERNELS = (
     ("selected_keys_decode", {"keys": 131072, "queries": 8}, ("ejkernel_lightning_indexer_decode",)),
     ("listed_blocks_decode", {"keys": 32768, "window": 512}, (f"{SELECTED}_decode",)),
     ("listed_keys", {"keys": 32768, "latent": True}, ("ejkernel_token_sparse_attention",)),
+    ("listed_union", {"keys": 131072}, ("ejkernel_token_sparse_attention_union",)),
     ("quantised", {"m": 16}, ("ejkernel_quantized_matmul_over_rows",)),
     ("quantised", {"m": 16, "transpose": True}, ("ejkernel_quantized_matmul_over_words",)),
     ("latent_dense", {"heads": 128}, ("paged_attention",)),

@@ -28,6 +28,7 @@ from ejkernel_pallas.tpu import selected_attention_decode as tpu_selected_attent
 from ejkernel_pallas.tpu import selective_scan as tpu_selective_scan
 from ejkernel_pallas.tpu import tiled_attention as tpu_tiled_attention
 from ejkernel_pallas.tpu import token_sparse_attention as tpu_token_sparse_attention
+from ejkernel_pallas.tpu import token_sparse_attention_union as tpu_token_sparse_attention_union
 
 
 @hookimpl
@@ -56,4 +57,5 @@ def ejkernel_implementations() -> tuple[Implementation, ...]:
         *tpu_lightning_indexer.implementations(),
         *tpu_lightning_indexer_decode.implementations(),
         *tpu_token_sparse_attention.implementations(),
+        *tpu_token_sparse_attention_union.implementations(),
     )

@@ -26,11 +26,9 @@ def forward(record: TokenSparseAttention, config: TpuTokenSparse) -> tuple[jax.A
     Returns:
         [B, T, H, Dv] in the query's dtype, and lse [B, H, T] float32.
     """
-    batch, tokens, heads, _ = record.query.shape
     if not record.query.size or not record.key.size or not record.indices.size or not record.value_size:
-        lse = jnp.full((batch, heads, tokens), -jnp.inf, jnp.float32)
-        output = jnp.zeros((batch, tokens, heads, record.value_size), record.query.dtype)
-        return _with_sinks(record, output, lse)
+        return output_without_keys(record)
+    batch, tokens = record.query.shape[:2]
     spec = make_spec(record, config)
     inputs, outputs = _inputs(record, spec), _outputs(record, spec)
     first, end = plan.key_tile_bounds(record, spec)
@@ -59,7 +57,7 @@ def forward(record: TokenSparseAttention, config: TpuTokenSparse) -> tuple[jax.A
     )
     output = _restore(results["output"], spec)[:, :tokens, :, : record.value_size]
     lse = _restore(results["lse"], spec)[:, :tokens, :, 0].swapaxes(1, 2)
-    return _with_sinks(record, output, lse)
+    return with_sinks(record, output, lse)
 
 
 def _inputs(record: TokenSparseAttention, spec: TokenSparseSpec) -> dict[str, Operand]:
@@ -113,7 +111,14 @@ def _restore(rows: jax.Array, spec: TokenSparseSpec) -> jax.Array:
     return rows.reshape(batch, -1, spec.kv_heads * spec.group_size, width)
 
 
-def _with_sinks(record: TokenSparseAttention, output: jax.Array, lse: jax.Array) -> tuple[jax.Array, SoftmaxResiduals]:
+def output_without_keys(record: TokenSparseAttention) -> tuple[jax.Array, SoftmaxResiduals]:
+    """Returns output and residuals of a record without a listed key."""
+    batch, tokens, heads, _ = record.query.shape
+    lse = jnp.full((batch, heads, tokens), -jnp.inf, jnp.float32)
+    return with_sinks(record, jnp.zeros((batch, tokens, heads, record.value_size), record.query.dtype), lse)
+
+
+def with_sinks(record: TokenSparseAttention, output: jax.Array, lse: jax.Array) -> tuple[jax.Array, SoftmaxResiduals]:
     """Returns output and residuals with the sinks in the denominators."""
     if record.softmax_aux is None:
         return output, SoftmaxResiduals(lse=lse)
