@@ -36,6 +36,8 @@ def ring_implementation(tiled_implementation: Implementation, *, forward: str, b
         config=_config_space_of_remote_step(tiled_implementation.config),
         # The order in which steps are merged depends on where in the ring a device stands.
         invariant_to=frozenset(),
+        invariance_limits=lambda record: (),  # those of the tiled one are about its records
+        invariant_priority=None,
         forward_mode=None,  # it is that of a call without a ring
     )
 
