@@ -3,6 +3,7 @@
     python benchmarks/paged_attention/turboquant_decode_gpu.py          # a table
     python benchmarks/paged_attention/turboquant_decode_gpu.py --quick  # one shape and one format
     python benchmarks/paged_attention/turboquant_decode_gpu.py --cells "page 16"  # shapes whose names have this text
+    python benchmarks/paged_attention/turboquant_decode_gpu.py --formats "of 2"  # formats whose names have this text
     python benchmarks/paged_attention/turboquant_decode_gpu.py --check  # no times: a small batch, anywhere
 
 All sides decode one token of each sequence over the same normal keys and values, whose pages are spread over the cache
@@ -33,7 +34,11 @@ from shared.turns import time_in_turns
 
 COLUMNS = ("shape", "side", "ms", "rate", "tokens of bfloat16")
 FLAGS = {"--check": "no times: a small batch, anywhere", "--quick": "one shape and one format"}
-OPTIONS = {"--rounds": ("7", "samples of each side"), "--cells": ("", "text in the names of the shapes")}
+OPTIONS = {
+    "--rounds": ("7", "samples of each side"),
+    "--cells": ("", "text in the names of the shapes"),
+    "--formats": ("", "text in the names of the formats"),
+}
 
 
 def in_chunks(function: Callable[..., tuple[jax.Array, ...]], *pages: jax.Array) -> tuple[jax.Array, ...]:
@@ -53,7 +58,7 @@ class Format:
 
     def __str__(self) -> str:
         signs = f" and {self.signs} signs" if self.signs else ""
-        return f"keys of {self.key_bits} bits{signs}, values of {self.value_bits}"
+        return f"keys of {self.key_bits} bit{'s' * (self.key_bits > 1)}{signs}, values of {self.value_bits}"
 
     def tables(self, size: int) -> tuple[jax.Array, ...]:
         """Rotation, projection and codebooks."""
@@ -92,7 +97,15 @@ class Format:
         return first, second
 
 
-FORMATS = (Format(4, 4, 0), Format(4, 4, 128), Format(3, 4, 128), Format(3, 3, 0), Format(2, 2, 0))
+FORMATS = (
+    Format(4, 4, 0),
+    Format(4, 4, 128),
+    Format(3, 4, 128),
+    Format(2, 3, 128),
+    Format(1, 2, 128),
+    Format(3, 3, 0),
+    Format(2, 2, 0),
+)
 
 
 CELLS = (
@@ -114,7 +127,8 @@ def sides(cell: Cell, formatted: Format, arrays: tuple[jax.Array, ...]) -> Itera
     size = used * sum(x[0, 0, 0].nbytes for x in pages)
     count = jnp.int32(len(cell.lengths))
     given = query, *pages, lengths, tables, starts, count, *formatted.tables(cell.size)
-    call = jax.jit(ragged_page_attention_v2_turboquant).lower(*given).compile()
+    platform = "cuda" if jax.default_backend() == "gpu" else "auto"
+    call = jax.jit(functools.partial(ragged_page_attention_v2_turboquant, platform=platform)).lower(*given).compile()
     yield f"TurboQuant, {formatted}", functools.partial(call, *given), want, size
 
 
@@ -132,12 +146,13 @@ def numbers(cell: Cell, arrays: tuple[jax.Array, ...], platforms: tuple[str, ...
                 continue
 
 
-def timed(cell: Cell, rounds: int, quick: bool) -> Iterator[list[str]]:
+def timed(cell: Cell, rounds: int, quick: bool, formats: str) -> Iterator[list[str]]:
     """One line for each side."""
     arrays, contenders, sizes = cell.inputs(), {}, {}
     found = [*numbers(cell, arrays, ("cuda",) if quick else ("cuda", "triton"))]
     for formatted in FORMATS[: 1 if quick else None]:
-        found += sides(cell, formatted, arrays)
+        if formats in str(formatted):
+            found += sides(cell, formatted, arrays)
     for name, run, want, size in found:
         off = error(run(), want)
         if off < 1e-2:
@@ -179,7 +194,7 @@ def main() -> None:
         return
     quick = options.quick
     cells = [cell for cell in CELLS[: 1 if quick else None] if options.cells in str(cell)]
-    lines = (line for cell in cells for line in timed(cell, int(options.rounds), quick))
+    lines = (line for cell in cells for line in timed(cell, int(options.rounds), quick, options.formats))
     shared.report.print_rows_as_measured(COLUMNS, lines)
 
 

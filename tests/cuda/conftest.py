@@ -29,8 +29,8 @@ def compile_on_host(tmp_path_factory):
             assert any(old in text for text in sources.values()), old
             for path, text in sources.items():
                 path.write_text(text.replace(old, new))
+        shutil.copytree(PACKAGE / "csrc" / "common", folder / "common")
         shutil.copytree(ON_HOST, folder, dirs_exist_ok=True)
-        shutil.copy(PACKAGE / "csrc/common/logarithms.cuh", folder / "common")
         device = (folder / "device.h").read_text()
         (folder / "device.h").write_text(device.replace("kThreads = 256", f"kThreads = {threads}"))
         options = ("-std=c++20", "-O1", "-U_FORTIFY_SOURCE", "-w", "-I.", "-shared", "-fPIC")

@@ -29,7 +29,7 @@ struct TileLoader<HeadDim, Codes<KeyBits, ValueBits, Signs>> {
   using S = TileShape<HeadDim, Codes<KeyBits, ValueBits, Signs>>;
   const DecodeParams& call;
   const CodeParams& codes;
-  uint32_t smem_ring, table;
+  uint32_t smem_ring, table, ones;  // `ones`: a pair of 1 in bfloat16
   int key, end_key, kv_head, tiles, page, column, slot;  // `key`, `column` and `slot` are of this lane's next key
   const int* entries;  // of the sequence's pages
   uint32_t valid_keys, token;  // of the newest tile of keys: one bit per key, and where this lane's key is in the cache
@@ -39,7 +39,7 @@ struct TileLoader<HeadDim, Codes<KeyBits, ValueBits, Signs>> {
   template <typename Params>
   __device__ __forceinline__ TileLoader(const Params& call, const void* shared)
       : call(call), codes(call), smem_ring(shared_address(shared) + threadIdx.x / 32 * S::kWarpSmemBytes),
-        table(shared_address(shared) + S::kTable) {}
+        table(shared_address(shared) + S::kTable), ones(call.ones) {}
 
   __device__ __forceinline__ void start_segment(const KeySegment& segment) {
     const int first_key = segment.first_key + threadIdx.x / 32 * S::kTileKeys;
@@ -79,7 +79,7 @@ struct TileLoader<HeadDim, Codes<KeyBits, ValueBits, Signs>> {
       const int lane = threadIdx.x % 32, index = kChunks == 3 ? pass * 32 + lane : lane;
       const int first = kChunks == 3 ? 0 : pass * (32 / kChunks), row = index / kChunks, chunk = index % kChunks;
       const uint32_t offset = __shfl_sync(~0u, own, row + first);
-      copy_async(to + code_offset<RowBytes>(code_row(row), chunk * 16) + first * RowBytes,
+      copy_async(to + code_offset<RowBytes>(code_row<RowBytes>(row), chunk * 16) + first * RowBytes,
           from + size_t(offset + chunk) * 16, valid_keys >> row >> first & 1 ? 16 : 0);
     }
   }
@@ -103,9 +103,8 @@ struct TileLoader<HeadDim, Codes<KeyBits, ValueBits, Signs>> {
     key_norm = value_norm = 0;
     if (is_valid) {
       const size_t at = size_t(token) * call.kv_heads + kv_head;
-      asm volatile("ld.global.b32 %0, [%1];" : "=r"(key_norm) : "l"(codes.key_norms + at));
-      asm volatile("{\n.reg .b16 half;\nld.global.b16 half, [%1];\ncvt.u32.u16 %0, half;\n}"
-                   : "=r"(value_norm) : "l"(codes.value_norms + at));
+      key_norm = load_norm_pair(codes.key_norms + at);
+      value_norm = load_norm(codes.value_norms + at);
     }
     key += S::kKeysPerRound;
     column += codes.columns_per_round;
@@ -142,6 +141,20 @@ struct CacheFormat<HeadDim, Codes<KeyBits, ValueBits, Signs>> {
     for (int step = 0; step < Signs / 16; ++step) {
       load_words(query.projections[step], slot + (HeadDim / 16 + step) * 256);
     }
+    if constexpr (Signs > 0) {
+      float sums[4] = {};  // of heads 2 t and 2 t + 1, in both halves
+#pragma unroll
+      for (int step = 0; step < Signs / 16; ++step) {
+        uint32_t a[4];
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          const float offset = sign_offset((step * 2 + n / 2) % 16);
+          a[n] = Half<__nv_bfloat16>::pack(offset, offset);
+        }
+        Half<__nv_bfloat16>::multiply(sums, a, query.projections[step][0], query.projections[step][1]);
+      }
+      query.offset[0] = sums[0], query.offset[1] = sums[1];
+    }
   }
 
   static __device__ __forceinline__ void store(Softmax& softmax, int heads, unsigned char* shared) {
@@ -163,7 +176,7 @@ struct CacheFormat<HeadDim, Codes<KeyBits, ValueBits, Signs>> {
     for (int m = 0; m < HeadDim / 16; ++m) {
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        const int head = t * 2 + n % 2, column = g * (HeadDim / 8) + m * 2 + n / 2;
+        const int head = t * 2 + n % 2, column = g * (HeadDim / 8) + value_column<ValueBits>(m, n / 2);
         if (head < heads) accs[acc_index(HeadDim, head, column)] = softmax.acc[m][n];
       }
     }
@@ -180,7 +193,7 @@ __device__ __forceinline__ void make_weights(
   uint32_t norms[4];  // of keys and of values, in bfloat16
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(norms[n]) : "r"(stage + S::kNorms + (n * 8 + g) * 4) : "memory");
+    norms[n] = load_word(stage + S::kNorms + (n * 8 + g) * 4);
     const float norm = factor * __uint_as_float(norms[n] << 16);
     const float residual = Signs > 0 ? factor * load_float(stage + S::kResidualNorms + (n * 8 + g) * 4) : 0.f;
 #pragma unroll

@@ -67,13 +67,15 @@ ffi::Error paged_codes(
   call.value_codebook = value_codebook.typed_data();
   call.key_levels = key_codebook.element_count();
   call.value_levels = value_codebook.element_count();
+  call.ones = 0x3f803f80;
   call.final_output = static_cast<uint16_t*>(output->untyped_data());
   call.query_map = query_map.typed_data();
   call.rotation = rotation.typed_data();
   cudaError_t error = cudaSuccess;
   const auto launched = [&](auto launch) { return launch(error, stream, call, key_bits, value_bits, blocks); };
   if (launched(launch_if<128, 4, 4, 0>) || launched(launch_if<128, 4, 4, 128>) || launched(launch_if<128, 3, 4, 128>) ||
-      launched(launch_if<128, 3, 3, 0>) || launched(launch_if<128, 2, 2, 0>)) {
+      launched(launch_if<128, 2, 3, 128>) || launched(launch_if<128, 1, 2, 128>) || launched(launch_if<128, 3, 3, 0>) ||
+      launched(launch_if<128, 2, 2, 0>)) {
     return kErrors.check("launch", error);
   }
   return kErrors.invalid("no kernel is compiled for these bits, signs and head sizes");

@@ -11,7 +11,9 @@
 
 namespace ejkernel::paged_decode {
 
-struct CodeDecodeParams : PagedDecodeParams, CodeParams, RotationParams {};
+struct CodeDecodeParams : PagedDecodeParams, CodeParams, RotationParams {
+  uint32_t ones;  // a pair of 1 in bfloat16: not a constant of the kernel, since LOP3 has one immediate operand
+};
 
 template <int KeyBits, int ValueBits, int Signs>
 struct CallFormat<Codes<KeyBits, ValueBits, Signs>> {
@@ -19,15 +21,17 @@ struct CallFormat<Codes<KeyBits, ValueBits, Signs>> {
   using Params = CodeDecodeParams;
   using S = TileShape<kHeadDim, Codes<KeyBits, ValueBits, Signs>>;
 
-  // Fills the tables. The barrier of `find_share` follows.
+  // Fills a table. The barrier of `find_share` follows.
   template <int Bits>
   static __device__ __forceinline__ void fill(uint32_t* table, const float* codebook, int levels) {
-    constexpr int kMask = (1 << Bits) - 1;
+    using Table = CodeTable<Bits>;
+    const int lane = threadIdx.x % 32;
     // Codes that the codebook does not have stand for its last entry.
-    const float entry = codebook[min(int(threadIdx.x) & kMask, levels - 1)];
-    for (int pair = threadIdx.x / 32; pair < 1 << 2 * Bits; pair += blockDim.x / 32) {
-      const float low = __shfl_sync(~0u, entry, pair & kMask), high = __shfl_sync(~0u, entry, pair >> Bits);
-      table[pair * 64 + threadIdx.x % 32] = Half<__nv_bfloat16>::pack(low, high);
+    const float entry = codebook[min(lane & ((1 << Bits) - 1), levels - 1)];
+    for (int row = threadIdx.x / 32; row < 256; row += blockDim.x / 32) {
+      const float low = __shfl_sync(~0u, entry, Table::code(row, lane, 0));
+      const float high = __shfl_sync(~0u, entry, Table::code(row, lane, 1));
+      table[row * 64 + lane] = Half<__nv_bfloat16>::pack(low, high);
     }
   }
 
@@ -56,13 +60,15 @@ struct CallFormat<Codes<KeyBits, ValueBits, Signs>> {
         if (column >= kHeadDim) {
 #pragma unroll
           for (int n = 0; n < 2; ++n) {
-            const uint32_t to = projection_offset<kHeadDim, Signs>(head, column - kHeadDim + n);
-            *reinterpret_cast<uint16_t*>(slot + to) = pair >> n * 16;
+            const int projection = column - kHeadDim + n;
+            const float scaled = __uint_as_float(pair >> n * 16 << 16) * sign_scale(projection % 16);
+            const uint32_t to = projection_offset<kHeadDim, Signs>(head, projection);
+            *reinterpret_cast<uint16_t*>(slot + to) = __float_as_uint(scaled) >> 16;
           }
           return;
         }
       }
-      *reinterpret_cast<uint32_t*>(slot + query_offset<kHeadDim>(head, column)) = pair;
+      *reinterpret_cast<uint32_t*>(slot + query_offset<kHeadDim, KeyBits>(head, column)) = pair;
     };
     for (int tile = threadIdx.x / 32 * kRotationTiles; tile < (kHeadDim + Signs) / 8;
          tile += S::kWarps * kRotationTiles) {

@@ -10,7 +10,15 @@ from ejkernel_cuda.paged_codes import config
 from ejkernel_cuda.paged_decode.config import PagedDecodeGrid
 from ejkernel_cuda.requirements import cuda_requires
 
-FORMATS = ((128, 0, 4, 4), (128, 128, 4, 4), (128, 128, 3, 4), (128, 0, 3, 3), (128, 0, 2, 2))
+FORMATS = (
+    (128, 0, 4, 4),
+    (128, 128, 4, 4),
+    (128, 128, 3, 4),
+    (128, 128, 2, 3),
+    (128, 128, 1, 2),
+    (128, 0, 3, 3),
+    (128, 0, 2, 2),
+)
 """Head sizes, signs per key, bits of keys and bits of values that a kernel is compiled for."""
 
 MAX_CACHE_BYTES = 2**36

@@ -37,6 +37,8 @@ SIGNED_SIZES = dataclasses.replace(FOUR_BIT_SIZES, key_bits=3, h=20, g=1, projec
 FOUR_BIT_SIGNED_SIZES = dataclasses.replace(FOUR_BIT_SIZES, h=9, g=3, projections=128)
 THREE_BIT_SIZES = dataclasses.replace(FOUR_BIT_SIZES, key_bits=3, value_bits=3, q_lens=(0, 3, 0, 1), s=24)
 """Has as many query rows as sequences, but not one for each, and page sizes that do not divide tiles."""
+TWO_BIT_SIGNED_SIZES = dataclasses.replace(SIGNED_SIZES, key_bits=2, value_bits=3, h=8, g=2)
+ONE_BIT_SIGNED_SIZES = dataclasses.replace(FOUR_BIT_SIGNED_SIZES, key_bits=1, value_bits=2)
 TWO_BIT_SIZES = dataclasses.replace(FOUR_BIT_SIZES, key_bits=2, value_bits=2, s=1)
 
 
@@ -54,6 +56,8 @@ def cases() -> dict[str, tuple[Case, ...]]:
         ("decode, 4 bits, window, soft cap, sinks, lse", FOUR_BIT_SIZES, _terms, terms, ()),
         ("decode, 3 bits and signs, 20 heads", SIGNED_SIZES, lambda key: {}, FORMAT_FIELDS, ("awkward",)),
         ("decode, 4 bits and signs, 3 heads each", FOUR_BIT_SIGNED_SIZES, lambda key: {}, FORMAT_FIELDS, ("awkward",)),
+        ("decode, 2 bits and signs", TWO_BIT_SIGNED_SIZES, lambda key: {}, FORMAT_FIELDS, ("awkward",)),
+        ("decode, 1 bit and signs, 3 heads each", ONE_BIT_SIGNED_SIZES, lambda key: {}, FORMAT_FIELDS, ("awkward",)),
         ("decode, 3 bits, rows of few sequences", THREE_BIT_SIZES, lambda key: {}, unsigned, ("awkward",)),
         ("decode, 2 bits, pages of 1", TWO_BIT_SIZES, lambda key: {}, unsigned, ("awkward",)),
     )

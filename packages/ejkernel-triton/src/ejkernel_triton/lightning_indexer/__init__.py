@@ -1,14 +1,16 @@
 """The lightning indexer in Triton, for GPUs from Ampere on and AMD's through HIP."""
 
+import dataclasses
 import math
 from collections.abc import Iterable
 from typing import Any
 
+from ejkernel.families.lightning_indexer import with_wide_query
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.ops.device import DeviceInfo, current_device
 from ejkernel.ops.params import Direction
 from ejkernel_triton.lightning_indexer import config
-from ejkernel_triton.requirements import triton_implementation, triton_requires
+from ejkernel_triton.requirements import DTYPES, triton_implementation, triton_requires
 
 MAX_HEAD_DIM = 256
 """The largest rows of the tiles."""
@@ -29,6 +31,7 @@ def _priority(record: Any, device: DeviceInfo, direction: Direction) -> int:
 
 def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
+    record = with_wide_query(record)
     heads = record.query.shape[2]
     if heads > MAX_HEADS:
         yield f"query: got {heads} heads, the kernels have at most {MAX_HEADS}"
@@ -45,10 +48,13 @@ def implementations() -> tuple[Implementation, ...]:
             "lightning_indexer",
             forward="lightning_indexer.forward:forward",
             priority=_priority,
-            requires=triton_requires(
-                head_dims=range(1, MAX_HEAD_DIM + 1),
-                handles={"key_scales", "rectify"},
-                extra_reasons=_refusal_reasons,
+            requires=dataclasses.replace(
+                triton_requires(
+                    head_dims=range(1, MAX_HEAD_DIM + 1),
+                    handles={"key_scales", "rectify"},
+                    extra_reasons=_refusal_reasons,
+                ),
+                dtypes=DTYPES | {"float8_e4m3fn"},
             ),
             config=ConfigSpace.of(config, forward=config.IndexerTiles),
             invariant_to=frozenset({"batch", "padding", "chunking"}),

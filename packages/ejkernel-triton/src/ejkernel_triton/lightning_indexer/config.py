@@ -3,7 +3,7 @@
 import dataclasses
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.lightning_indexer import FAMILY, LightningIndexer
+from ejkernel.families.lightning_indexer import FAMILY, LightningIndexer, with_wide_query
 from ejkernel.ops.chips import KIBI, Gpu, gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
@@ -101,6 +101,7 @@ def batch_invariant(record: LightningIndexer, device: DeviceInfo, direction: Dir
 
 def candidates(record: LightningIndexer, device: DeviceInfo, direction: Direction) -> tuple[IndexerTiles, ...]:
     """Returns tiles worth measuring for a record on a device, the most likely first."""
+    record = with_wide_query(record)
     if is_interpreting():
         return (_interpreted_tiles(record),)
     chip = gpu_of(device)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.lightning_indexer import LightningIndexer, TopKeyIndicesAndScores
+from ejkernel.families.lightning_indexer import LightningIndexer, TopKeyIndicesAndScores, with_wide_query
 from ejkernel_triton.launch import ShapeDtype, launch
 from ejkernel_triton.lightning_indexer.config import IndexerTiles
 from ejkernel_triton.lightning_indexer.spec import IndexerSpec, make_spec
@@ -25,6 +25,7 @@ def forward(record: LightningIndexer, config: IndexerTiles) -> tuple[TopKeyIndic
     Returns:
         Indices [B, T, K] int32 and scores [B, T, K] float32. There are no residuals.
     """
+    record = with_wide_query(record)
     (batch, tokens, *_), shape = record.query.shape, (*record.query.shape[:2], record.top_k)
     if not record.query.size or not record.key.size:
         return (jnp.full(shape, -1, jnp.int32), jnp.full(shape, -jnp.inf, jnp.float32)), ()

@@ -3,7 +3,7 @@
 from ejkernel.families.lightning_indexer import FAMILY
 from ejkernel.ops import ConfigSpace
 from ejkernel_xla.lightning_indexer import config
-from ejkernel_xla.registration import xla_implementation
+from ejkernel_xla.registration import FLOAT_DTYPES, xla_implementation
 
 IMPLEMENTATIONS = (
     xla_implementation(
@@ -12,6 +12,7 @@ IMPLEMENTATIONS = (
             config, forward=config.IndexerTiles, fixed_if_invariant=("whole_rows", "batch_invariant")
         ),
         symbolic=False,
+        dtypes=FLOAT_DTYPES | {"float8_e4m3fn"},
         invariant_to=frozenset({"batch", "padding", "chunking", "pages"}),
     ),
 )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.expert_routing import order_preserving_integers
-from ejkernel.families.lightning_indexer import LightningIndexer, accumulator, rectify, take_keys
+from ejkernel.families.lightning_indexer import LightningIndexer, accumulator, rectify, take_keys, with_wide_query
 from ejkernel.planning.page_slots import slots_of_tokens
 from ejkernel.planning.precision import product_precision
 from ejkernel.types.pullback import Pullback
@@ -33,11 +33,11 @@ def backward(pullback: Pullback, config: IndexerTiles) -> dict[str, jax.Array]:
     Returns:
         Each requested gradient, in its field's shape and dtype.
     """
-    record, (indices, _), (_, cotangent) = pullback.record, pullback.output, pullback.cotangent
+    fields = {name: getattr(pullback.record, name) for name in pullback.grad_fields}
+    record, (indices, _), (_, cotangent) = with_wide_query(pullback.record), pullback.output, pullback.cotangent
     names = ("query", "key", "weights")
     if not record.query.size or not record.key.size or not indices.size:
-        grads = {name: jnp.zeros_like(getattr(record, name)) for name in names}
-        return {name: grads[name] for name in sorted(pullback.grad_fields)}
+        return {name: jnp.zeros_like(fields[name]) for name in sorted(fields)}
     bounds = (jnp.broadcast_to(x, indices.shape[:2]) for x in (record.key_starts, record.key_ends))
     requests = jnp.broadcast_to(jnp.arange(indices.shape[0], dtype=jnp.int32)[:, None], indices.shape[:2])
     queries = (record.query, record.weights, indices, cotangent, requests, *bounds)
@@ -48,9 +48,15 @@ def backward(pullback: Pullback, config: IndexerTiles) -> dict[str, jax.Array]:
         queries = tuple(x.reshape(-1, *x.shape[2:]) for x in queries)
         slots = record.key.reshape(-1, record.key.shape[2])
         sums = _row(queries, slots, None if scales is None else scales.reshape(-1), record, config)
-    grads = {name: x for name, x in zip(names, sums, strict=True) if x is not None}
-    fields = {name: getattr(record, name) for name in pullback.grad_fields}
-    return {name: grads[name].reshape(fields[name].shape).astype(fields[name].dtype) for name in sorted(fields)}
+    grads: dict[str, jax.Array | None] = dict(zip(names, sums, strict=True))
+    return {name: _shaped_as(fields[name], grads[name]) for name in sorted(fields)}
+
+
+def _shaped_as(field: jax.Array, gradient: jax.Array | None) -> jax.Array:
+    """Returns a gradient in its field's shape and dtype; 0 for keys of 8 bits, which have none."""
+    if gradient is None:
+        return jnp.zeros_like(field)
+    return gradient.reshape(field.shape).astype(field.dtype)
 
 
 def _row(

@@ -16,6 +16,7 @@ from ejkernel.families.lightning_indexer import (
     nothing_selected,
     num_keys,
     rectify,
+    with_wide_query,
 )
 from ejkernel.planning.precision import product_precision
 from ejkernel_xla.lightning_indexer.config import IndexerTiles, sizes
@@ -34,6 +35,7 @@ def forward(record: LightningIndexer, config: IndexerTiles) -> tuple[TopKeyIndic
     Returns:
         Indices [B, T, K] int32 and scores [B, T, K] in the accumulator's dtype. There are no residuals.
     """
+    record = with_wide_query(record)
     # `validate` wants heads and channels, so an empty array means that there are no queries or no keys.
     if not record.query.size or not record.key.size or not num_keys(record):
         return nothing_selected(record), ()

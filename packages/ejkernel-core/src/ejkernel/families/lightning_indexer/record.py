@@ -1,5 +1,6 @@
 """Defines the argument record of the lightning indexer, and functions of the record alone."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ class LightningIndexer:
     """Canonical input of one call. B batch, T queries, S keys, H indexer heads, D channels.
 
     Attributes:
-        query: [B, T, H, D] floating.
+        query: [B, T, H, D] floating; float8_e4m3fn, without a gradient, only with such keys.
         key: [B, S, D], same dtype as query, or 8 bits, which have no gradient; all heads share it. With block_tables
             [P, S, D], pages of S slots.
         weights: [B, T, H] floating.
@@ -62,6 +63,16 @@ def axes(record: LightningIndexer) -> Mapping[str, Any]:
     }
 
 
+def with_wide_query(record: LightningIndexer) -> LightningIndexer:
+    """Returns the record with queries of 8 bits in bfloat16, which holds each of their values."""
+    query = record.query
+    if query.dtype.itemsize > 1:
+        return record
+    is_shape = isinstance(query, jax.ShapeDtypeStruct)
+    wide = jax.ShapeDtypeStruct(query.shape, jnp.bfloat16) if is_shape else query.astype(jnp.bfloat16)
+    return dataclasses.replace(record, query=wide)
+
+
 def num_keys(record: LightningIndexer) -> int:
     """Returns the keys of a batch row, those of absent pages among them."""
     size = record.key.shape[1]
@@ -70,7 +81,7 @@ def num_keys(record: LightningIndexer) -> int:
 
 def accumulator(record: LightningIndexer) -> Any:
     """Returns the dtype of products, sums and scores: float32, or float64 for float64 queries."""
-    return jnp.promote_types(record.query.dtype, jnp.float32)
+    return jnp.promote_types(with_wide_query(record).query.dtype, jnp.float32)
 
 
 def nothing_selected(record: LightningIndexer) -> TopKeyIndicesAndScores:

@@ -30,7 +30,7 @@ from ejkernel.modules.operations.shared.shapes import (
 )
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
-from ejkernel.ops.model import Op
+from ejkernel.ops.model import TOLERANCE, Op, tolerances
 from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
 from ejkernel.planning.page_slots import slots_of_tokens
@@ -91,7 +91,8 @@ def lightning_indexer(
 
     Args:
         query: [B, T, H, D] float16, bfloat16, float32 or float64. With keys of 8 bits also int8, float8_e4m3fn or
-            float8_e5m2, which have no gradient; products are exact, with float32 sums.
+            float8_e5m2, which have no gradient; products are exact, with float32 sums but in `cuda_fp8`, whose sums
+            have about 14 bits.
         key: [B, S, D], dtype of query; one key for all heads. Or int8, float8_e4m3fn or float8_e5m2, which have no
             gradient. With `block_tables` [P, S, D], pages of S tokens.
         weights: [B, T, H] floating, of any sign; may be float32 with any query. DeepSeek-V3.2 multiplies its projection
@@ -255,10 +256,14 @@ def lower(args: LightningIndexerArguments) -> family.LightningIndexer:
 
 
 def _query_and_weights(args: LightningIndexerArguments) -> tuple[jax.Array, jax.Array]:
-    """Returns queries of more than 8 bits, and weights multiplied by the scales of queries."""
+    """Returns queries, of 8 bits only where a kernel may multiply them with keys of 8 bits, and weights multiplied by
+    the scales of queries.
+    """
     query, weights = args.query, args.weights
     if query.dtype in DTYPES_OF_8_BITS:
-        query = lax.stop_gradient(query).astype(jnp.bfloat16)
+        query = lax.stop_gradient(query)
+        is_float8 = query.dtype == args.key.dtype == jnp.float8_e4m3fn
+        query = query if is_float8 else query.astype(jnp.bfloat16)
     if args.query_scales is not None:
         # float32 also for narrower weights, so that the products are rounded once.
         dtype = jnp.promote_types(jnp.promote_types(weights.dtype, args.query_scales.dtype), jnp.float32)
@@ -366,5 +371,6 @@ OP = Op(
     axes_of=_axes_of,
     cases=cases.cases(LightningIndexerArguments),
     make_inputs=cases.make_inputs,
+    tolerance={**TOLERANCE, **tolerances(float8_e4m3fn=2e-5)},  # cases of which sums are exact
 )
 LightningIndexer.op = OP

@@ -3,6 +3,7 @@
 The requirements and limits of the kernel are data in this module, so Pallas is not imported before a call.
 """
 
+import dataclasses
 from collections.abc import Iterable
 
 from ejkernel.families.lightning_indexer import FAMILY, LightningIndexer
@@ -10,7 +11,7 @@ from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 from ejkernel_pallas.tpu.lightning_indexer import config
-from ejkernel_pallas.tpu.requirements import make_mosaic_tpu_implementation, tpu_requires
+from ejkernel_pallas.tpu.requirements import SUPPORTED_DTYPES, make_mosaic_tpu_implementation, tpu_requires
 
 HANDLES = frozenset({"key_scales", "rectify"})
 MAX_HEADS = 256
@@ -60,7 +61,10 @@ def implementations() -> tuple[Implementation, ...]:
         make_mosaic_tpu_implementation(
             FAMILY,
             ConfigSpace.of(config, forward=config.TpuIndexerTiles),
-            tpu_requires(supported_fields=HANDLES, refusal_reasons=_refusal_reasons, head_dims=range(1, 257)),
+            dataclasses.replace(
+                tpu_requires(supported_fields=HANDLES, refusal_reasons=_refusal_reasons, head_dims=range(1, 257)),
+                dtypes=SUPPORTED_DTYPES | {"float8_e4m3fn"},
+            ),
             backward=False,
             cases="ejkernel_pallas.tpu.lightning_indexer.cases:cases",
             priority=_priority,

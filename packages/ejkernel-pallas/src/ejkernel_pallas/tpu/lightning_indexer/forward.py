@@ -7,7 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.families.lightning_indexer import LightningIndexer, TopKeyIndicesAndScores, nothing_selected
+from ejkernel.families.lightning_indexer import (
+    LightningIndexer,
+    TopKeyIndicesAndScores,
+    nothing_selected,
+    with_wide_query,
+)
 from ejkernel_pallas.tpu.lightning_indexer import plan
 from ejkernel_pallas.tpu.lightning_indexer.config import BLOCK_Q, LANES, TpuIndexerTiles
 from ejkernel_pallas.tpu.lightning_indexer.kernels.refs import IndexerRefs
@@ -26,6 +31,7 @@ def forward(record: LightningIndexer, config: TpuIndexerTiles) -> tuple[TopKeyIn
     Returns:
         Indices [B, T, K] int32 and scores [B, T, K] float32. There are no residuals.
     """
+    record = with_wide_query(record)
     (batch, tokens, *_), top_k = record.query.shape, record.top_k
     if not record.query.size or not record.key.size:
         return nothing_selected(record), ()

@@ -3,6 +3,7 @@
 The requirements and limits of the kernel are data in this module, so Pallas is not imported before a call.
 """
 
+import dataclasses
 from collections.abc import Iterable
 
 from ejkernel.families.lightning_indexer import FAMILY, LightningIndexer, num_keys
@@ -11,7 +12,7 @@ from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 from ejkernel_pallas.tpu.lightning_indexer_decode import config
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
-from ejkernel_pallas.tpu.requirements import make_mosaic_tpu_implementation, tpu_requires
+from ejkernel_pallas.tpu.requirements import SUPPORTED_DTYPES, make_mosaic_tpu_implementation, tpu_requires
 
 HANDLES = frozenset({"block_tables", "key_scales", "rectify"})
 MAX_QUERIES = 8
@@ -89,7 +90,10 @@ def implementations() -> tuple[Implementation, ...]:
         make_mosaic_tpu_implementation(
             FAMILY,
             ConfigSpace.of(config, forward=config.TpuIndexerDecodeTiles),
-            tpu_requires(supported_fields=HANDLES, refusal_reasons=_refusal_reasons, head_dims=range(1, 257)),
+            dataclasses.replace(
+                tpu_requires(supported_fields=HANDLES, refusal_reasons=_refusal_reasons, head_dims=range(1, 257)),
+                dtypes=SUPPORTED_DTYPES | {"float8_e4m3fn"},
+            ),
             folder="lightning_indexer_decode",
             backward=False,
             name="mosaic_tpu_decode",

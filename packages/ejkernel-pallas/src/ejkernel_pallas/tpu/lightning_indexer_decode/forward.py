@@ -7,7 +7,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.families.lightning_indexer import LightningIndexer, TopKeyIndicesAndScores, nothing_selected, num_keys
+from ejkernel.families.lightning_indexer import (
+    LightningIndexer,
+    TopKeyIndicesAndScores,
+    nothing_selected,
+    num_keys,
+    with_wide_query,
+)
 from ejkernel_pallas.tpu.lightning_indexer_decode import plan
 from ejkernel_pallas.tpu.lightning_indexer_decode.config import TpuIndexerDecodeTiles
 from ejkernel_pallas.tpu.lightning_indexer_decode.kernels.refs import IndexerDecodeRefs
@@ -27,6 +33,7 @@ def forward(record: LightningIndexer, config: TpuIndexerDecodeTiles) -> tuple[To
     Returns:
         Indices [B, T, K] int32 and scores [B, T, K] float32. There are no residuals.
     """
+    record = with_wide_query(record)
     (batch, tokens, *_), top_k = record.query.shape, record.top_k
     if not record.query.size or not record.key.size or not num_keys(record):
         return nothing_selected(record), ()
