@@ -37,6 +37,7 @@ INABILITY = {
             rf"\w+: got {N} channels, the kernel wants a multiple of {N}",
             rf"value: got head size {N}, wants that of query and key, {N}",
             rf"{N} heads are no multiple of {N}",
+            rf"query: got {N} heads, the kernel is compiled for {N} and {N}",
         ]
     ),
     "a function of pairs that they cannot compute for a tile": "|".join(
@@ -109,6 +110,7 @@ INABILITY = {
         [
             r"beta: got None; the implementation '(triton|cuda_chunked)' serves recurrences without the delta rule",
             "score_mod: got None, needs a function for it or for mask_mod",
+            "q_positions: with segment ids or a pattern, the kernel compares indices",
             "low_rank_read: got None; the implementations 'triton' and 'triton_delta' serve recurrences without it",
             rf"decay: got (None|{N} per head), wants a gate per key channel, {N} per head",
             "a shared prefix together with a window or alibi, which count from each query's own position",

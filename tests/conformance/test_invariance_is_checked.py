@@ -49,3 +49,53 @@ def test_an_implementation_that_refuses_another_batch_is_found(target):
 def test_a_claim_that_no_case_shows_fails(target):
     with pytest.raises(AssertionError, match=r"claims to be invariant to batch, and no case shows it"):
         invariance.check_invariance(dataclasses.replace(target, cases=()))
+
+
+def test_splits_that_vary_with_the_batch_are_found(monkeypatch):
+    """The same kernel with fixed tiles of keys passes; tiles that follow the number of sequences change rows' bits."""
+    op = registry().op("page_attention")
+    implementation = next(i for i in registry().implementations[op.name] if i.name == "xla")
+    case = next(case for case in op.cases if "ci" in case.tags)
+    target = FamilyTarget(implementation, ((op, case),), "batch")
+    forward, tiles = implementation.function("forward"), implementation.config.forward
+
+    def compiled_with(keys_per_tile):
+        def compiled(op, implementation):
+            def run(record):
+                keys = keys_per_tile(record.kv_lens.shape[0])
+                return forward(record, tiles(block_q=1, block_kv=keys, stack=1, batch_invariant=True))[0]
+
+            return lambda record: [np.asarray(x) for x in jax.tree.leaves(jax.jit(run)(record))]
+
+        return compiled
+
+    monkeypatch.setattr(invariance, "_compiled", compiled_with(lambda sequences: 8))
+    invariance.check_invariance(target)
+    monkeypatch.setattr(invariance, "_compiled", compiled_with(lambda sequences: 8 if sequences > 1 else 16))
+    with pytest.raises(AssertionError, match=r"the last sequence alone: .* of the same rows differ"):
+        invariance.check_invariance(target)
+
+
+def test_blocks_of_keys_that_vary_with_the_chunk_are_found(monkeypatch):
+    """The same kernel with fixed blocks passes; blocks that follow the number of queries change rows' bits."""
+    op = registry().op("flash_attention")
+    implementation = next(i for i in registry().implementations[op.name] if i.name == "xla")
+    case = next(case for case in op.cases if case.name == "causal")
+    target = FamilyTarget(implementation, ((op, case),), "chunking")
+    forward, tiles = implementation.function("forward"), implementation.config.forward
+
+    def compiled_with(block_of):
+        def compiled(op, implementation):
+            def run(record):
+                block = block_of(record.query.shape[1])
+                return forward(record, tiles(block_q=32, block_kv=block, batch_invariant=True))[0]
+
+            return lambda record: [np.asarray(x) for x in jax.tree.leaves(jax.jit(run)(record))]
+
+        return compiled
+
+    monkeypatch.setattr(invariance, "_compiled", compiled_with(lambda queries: 32))
+    invariance.check_invariance(target)
+    monkeypatch.setattr(invariance, "_compiled", compiled_with(lambda queries: 32 if queries > 100 else 64))
+    with pytest.raises(AssertionError, match=r"chunking, a chunk: .* of the same rows differ"):
+        invariance.check_invariance(target)

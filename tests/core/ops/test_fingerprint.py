@@ -49,7 +49,8 @@ def test_platform_accepts_enum_members():
 def test_kernel_registry_lists_algorithms_and_implementations():
     assert "flash_attention" in kernel_registry.list_algorithms()
     specs = kernel_registry.list_implementations("flash_attention")
-    assert [spec.priority for spec in specs] == sorted((spec.priority for spec in specs), reverse=True)
+    priorities = [spec.priority for spec in specs if spec.priority is not None]  # None depends on the call
+    assert priorities == sorted(priorities, reverse=True)
     assert {"xla", "triton"} <= {spec.platform for spec in specs}
     assert kernel_registry.get("flash_attention", platform=Platform.XLA)(X, X, X).shape == X.shape
     assert kernel_registry.get("flash_attention") is flash_attention

@@ -7,6 +7,7 @@ import pytest
 
 from ejkernel.families.tiled_attention import TiledAttention, causal_window_bounds
 from ejkernel.families.tiled_attention.block_maps import block_lists, block_map
+from ejkernel.families.tiled_attention.mask_bounds import bounds_of_tiles
 from ejkernel.families.tiled_attention.mask_functions import mask_function_as_window
 from ejkernel.types.pair_functions import mask_function
 
@@ -82,6 +83,17 @@ def test_bounds_of_documents_are_sharp():
     assert blocks.any_allowed.shape[1] == 1
     np.testing.assert_array_equal(blocks.any_allowed.sum((1, 2, 3)), [11, 15])
     np.testing.assert_array_equal(blocks.all_allowed.sum((1, 2, 3)), [2, 3])
+
+
+def test_bounds_of_plain_indices_and_of_arrays_are_sharp():
+    lengths = jnp.array([100, 300])
+    function = mask_function("mask_mod", lambda b, h, q, k: (q >= k) | (k < lengths[b]))
+    some, every = bounds_of_tiles(function, (2, 1, 512, 512), (64, 64), None)
+    query, key = np.arange(512)[:, None], np.arange(512)
+    pairs = (query >= key) | (key < np.asarray(lengths)[:, None, None])
+    tiles = pairs.reshape(2, 1, 8, 64, 8, 64)
+    np.testing.assert_array_equal(some, tiles.any((3, 5)))
+    np.testing.assert_array_equal(every, tiles.all((3, 5)))
 
 
 def test_lists_of_traced_tiles_have_full_tiles_first():

@@ -10,8 +10,13 @@ from hypothesis import strategies as st
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.config import ForwardTile
-from ejkernel_pallas.gpu.tiled_attention.plan.block_map import pad_segment_ids
-from ejkernel_pallas.gpu.tiled_attention.plan.key_ranges import UNSORTED_MARK, key_ranges
+from ejkernel_pallas.gpu.tiled_attention.plan.block_map import key_block_ranges, pad_segment_ids
+from ejkernel_pallas.gpu.tiled_attention.plan.key_ranges import (
+    UNSORTED_MARK,
+    key_ranges,
+    position_key_ranges,
+    position_limits,
+)
 from ejkernel_pallas.gpu.tiled_attention.spec import make_spec
 
 MAX_BYTES = 2**31 - 1
@@ -76,6 +81,54 @@ def test_key_ranges_with_ids_mask_exactly_the_pairs_that_do_not_attend(
     else:
         assert (last[len(q_ids) :] < first[len(q_ids) :]).all()  # of queries beyond the end
     np.testing.assert_array_equal(seen, attended(q_ids, k_ids, causal, window))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 999),
+    lengths=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    rows=st.tuples(st.sampled_from([1, 2]), st.sampled_from([1, 2])),
+    in_order=st.booleans(),
+    causal=st.booleans(),
+    window=st.none() | st.tuples(st.none() | st.integers(0, 9), st.none() | st.integers(0, 9)),
+)
+def test_keys_by_position_mask_exactly_the_pairs_that_do_not_attend(seed, lengths, rows, in_order, causal, window):
+    """Ranges and comparisons say which pairs attend; blocks outside a tile's range have none, and full blocks all."""
+    rng, ((queries, keys), (block_q, block_kv)) = np.random.default_rng(seed), (lengths, (16, 8))
+    q_positions = rng.integers(-5, keys + 5, (rows[0], queries))
+    k_positions = rng.integers(-5, keys + 5, (rows[1], keys))
+    k_positions = np.sort(k_positions, axis=1) if in_order else k_positions
+    q, k = (jax.ShapeDtypeStruct((2, n, 1, 64), jnp.bfloat16) for n in lengths)
+    positions = tuple(jnp.asarray(x, jnp.int32) for x in (q_positions, k_positions))
+    fields = dict(zip(("q_positions", "kv_positions"), positions, strict=True))
+    record = TiledAttention(query=q, key=k, value=k, softmax_scale=1.0, causal=causal, sliding_window=window, **fields)
+    spec = make_spec(record)
+    if not spec.has_positions:
+        return
+    limits = position_limits(spec, *positions, block_q)
+    first, last = np.moveaxis(np.asarray(position_key_ranges(limits)), 1, 0)[..., None]
+    unsorted = last >= UNSORTED_MARK
+    assert not (in_order and unsorted.any())
+    low, high = np.moveaxis(np.asarray(limits.limits), 1, 0)[..., None]
+    index = np.arange(keys)
+    seen = (index >= first) & (index <= np.where(unsorted, last - UNSORTED_MARK, last))
+    seen = seen & (~unsorted | ((low <= k_positions[:, None]) & (k_positions[:, None] <= high)))
+    distance = k_positions[:, None] - q_positions[..., None]
+    left, right = spec.left_window, spec.right_window
+    expected = (left is None or distance >= -left) & (right is None or distance <= right) & np.ones_like(distance, bool)
+    np.testing.assert_array_equal(seen[:, :queries], np.broadcast_to(expected, seen[:, :queries].shape))
+    assert not seen[:, queries:].any()
+    table = np.asarray(key_block_ranges(spec, None, block_q, block_kv, positions))
+    for row, tile in np.ndindex(table.shape[:2]):
+        pairs = expected[row, tile * block_q : (tile + 1) * block_q]
+        begin, full_start, full_end, end = table[row, tile] * block_kv
+        assert not pairs[:, :begin].any()
+        assert not pairs[:, end:].any()
+        assert pairs[:, full_start:full_end].all()
+        assert full_end <= max(keys, full_start)
+        # Before the full blocks, kernels test the lower bound alone where keys are in order.
+        if in_order and full_end > full_start:
+            assert (right is None) or (distance[row, tile * block_q : (tile + 1) * block_q, :full_start] <= right).all()
 
 
 def test_padding_between_keys_of_a_segment_makes_ids_be_compared():

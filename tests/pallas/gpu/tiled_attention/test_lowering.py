@@ -75,6 +75,29 @@ def test_a_call_and_its_gradients_lower(size, feature):
     assert {name: x.shape for name, x in gradients.items()} == {name: getattr(record, name).shape for name in gradients}
 
 
+@pytest.mark.parametrize("window", [None, (100, 3)])
+@pytest.mark.parametrize(("size", "queries"), [(64, 300), (64, 1), (128, 300), (128, 1), (192, 70), (256, 70)])
+def test_positions_lower_in_a_batch_invariant_block_and_outside(size, queries, window):
+    positions = {
+        "q_positions": jax.ShapeDtypeStruct((2, queries), jnp.int32),
+        "kv_positions": jax.ShapeDtypeStruct((1, 500), jnp.int32),
+    }
+    record = dataclasses.replace(make(size, "causal", queries, 500), sliding_window=window, **positions)
+    for in_block in (False, True):
+        params = dataclasses.replace(tiles_of(record, "forward"), batch_invariant=in_block)
+        text, (output, lse) = lowered(record, params)
+        assert text.count("custom_call @mosaic_gpu") == 1
+        assert (output.shape, lse.shape) == ((2, queries, HEADS, record.value.shape[3]), (2, HEADS, queries))
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_a_soft_cap_by_function_has_the_program_of_the_argument(size):
+    function = score_function("score_mod", lambda score, b, h, q, k: 30.0 * jnp.tanh(score / 30.0), jnp.float32)
+    records = make(size, "soft cap"), dataclasses.replace(make(size, "full"), score_mod=function)
+    texts = [lowered(x, tiles_of(x, "forward"), tiles_of(x, "backward"))[0] for x in records]
+    assert texts[0] == texts[1]
+
+
 @pytest.mark.parametrize("size", [64, 256])
 def test_functions_of_pairs_lower(size):
     """A soft cap, whose derivative the backward pass needs, and a mask that reads an array by batch row and key."""
@@ -84,6 +107,17 @@ def test_functions_of_pairs_lower(size):
         "mask_mod": mask_function("mask_mod", lambda b, h, q, k: (q >= k) | (starts[b, k] == q)),
     }
     record = dataclasses.replace(make(size, "full"), **functions)
+    text, _ = lowered(record, tiles_of(record, "forward"), tiles_of(record, "backward"))
+    assert text.count("@mosaic_gpu") == 2
+
+
+def test_a_scaled_difference_of_indices_lowers_with_a_mask():
+    """With a scale that is a power of two, scores are in units of products, and the mask is not."""
+    functions = {
+        "score_mod": score_function("score_mod", lambda s, b, h, q, k: s + (k - q) * jnp.exp2(-h - 1.0), jnp.float32),
+        "mask_mod": mask_function("mask_mod", lambda b, h, q, k: (q >= k) | (k < 70 + b)),
+    }
+    record = dataclasses.replace(make(64, "full"), softmax_scale=0.125, **functions)
     text, _ = lowered(record, tiles_of(record, "forward"), tiles_of(record, "backward"))
     assert text.count("@mosaic_gpu") == 2
 

@@ -46,14 +46,22 @@ def test_supported_fields_are_not_refused(direction):
     [
         ("bias", jax.ShapeDtypeStruct((1, 1, 256, 256), jnp.bfloat16)),
         ("mask", jax.ShapeDtypeStruct((1, 1, 256, 256), jnp.bool_)),
-        ("q_positions", jax.ShapeDtypeStruct((1, 256), jnp.int32)),
-        ("kv_positions", jax.ShapeDtypeStruct((1, 256), jnp.int32)),
         ("normalize_output", False),
         ("logits_dtype", jnp.dtype("bfloat16")),
     ],
 )
 def test_unsupported_fields_are_refused_by_name(name, value):
     assert any(name in reason for reason in reasons(make(**{name: value})))
+
+
+@pytest.mark.parametrize("name", ["q_positions", "kv_positions"])
+def test_positions_are_served_in_the_forward_pass_alone(name):
+    positions = jax.ShapeDtypeStruct((1, 256), jnp.int32)
+    record = make(causal=True, **{name: positions})
+    assert reasons(record) == []
+    assert any(name in reason for reason in reasons(record, direction="backward"))
+    packed = make(causal=True, q_segment_ids=positions, kv_segment_ids=positions, **{name: positions})
+    assert any("q_positions" in reason for reason in reasons(packed))
 
 
 @pytest.mark.parametrize(

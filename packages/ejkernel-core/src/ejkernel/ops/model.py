@@ -40,6 +40,10 @@ def tolerances(**errors: float | tuple[float, float]) -> dict[str, Tolerance]:
     return {name: Tolerance(rtol=rtol, atol=atol) for name, (rtol, atol) in pairs.items()}
 
 
+LONG_ROWS_TAG = "long rows"
+"""The tag of cases in which rows have several splits, or blocks, of their keys in a `batch_invariant` block."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Case:
     """Named inputs of an operation.
@@ -47,7 +51,7 @@ class Case:
     Attributes:
         name: Unique within the operation.
         make: PRNG key -> argument record.
-        tags: Any of `"ci"`, `"awkward"`, `"bench"` (timed on accelerators) and `"bench_cpu"` (timed on CPUs).
+        tags: Any of `"ci"`, `"awkward"`, `"bench"` and `"bench_cpu"` (timed there), and `LONG_ROWS_TAG`.
         exercises: Optional arguments of the family record this case is about; the conformance suite checks that
             dropping any of them changes the answer.
     """
@@ -268,8 +272,7 @@ class Implementation:
             final states)`, of rows without initial states. If the first cotangent is None, it returns the final states
             of the rows; else the gradient of their initial states, where None as the second one means zeros. It takes
             less time than a pass, and returns None for a call that it does not serve.
-        forward_mode_limits: `(record, names of the fields with tangents)` -> the reasons why `forward_mode` does not
-            serve them; empty if it does.
+        forward_mode_limits: `(record, names of the fields with tangents)` -> why `forward_mode` does not serve them.
         priority: Higher is tried first; ties go by name. Where that depends on the call, a function of record, device
             and direction. XLA's is 0: a call for which it is below 0 goes to this implementation only where a caller
             asks for its platform.
@@ -280,19 +283,16 @@ class Implementation:
             confirmed. Of a package without such a folder, priority alone decides.
         only: Names of the operations it serves; None for all of the family. For exceptions: what a call cannot be
             served for belongs in `requires`.
-        cases: `"module:function"` that returns further conformance cases by operation, `{"flash_attention": (...)}`;
-            None where those of the operations show all that the kernels do. The module imports without the toolchain.
-        paired: The passes belong together: a differentiated call takes both or neither, and they share one
-            configuration, which is asked for, measured and stored as direction `"both"`. Calls that are not
-            differentiated use that configuration too.
+        cases: `"module:function"` that returns more conformance cases by operation, `{"flash_attention": (...)}`, if
+            those of the operations do not show all that the kernels do. The module imports without the toolchain.
+        paired: The passes belong together: a differentiated call takes both or neither, and all calls share one
+            configuration, which is asked for, measured and stored as direction `"both"`.
         invariant_to: Names of `ejkernel.types.invariances.INVARIANCES`: in a `batch_invariant` block, none of these
             changes a bit of a row of the forward pass. The conformance suite proves each on the device.
-        invariance_limits: Record -> the reasons why `invariant_to` does not hold for it; empty if it does.
+        invariance_limits: Record -> the reasons why `invariant_to` does not hold for it.
         invariant_priority: Its priority in a `batch_invariant` block, where that must not depend on the batch; None for
-            a `priority` that is a number. Required if `priority` is a function and `invariant_to` is not
-            empty.
-        instead_of_kernel: Kind of device -> why it serves the family there instead of a kernel. The support matrix
-            shows the reason at operations that no kernel for these devices serves.
+            a number. Required if `priority` is a function and `invariant_to` has names.
+        instead_of_kernel: Kind of device -> why it serves the family there instead of a kernel, for the support matrix.
     """
 
     family: str

@@ -29,8 +29,8 @@ from ejkernel.families.tiled_attention import (
     unnormalised_gradients,
 )
 from ejkernel.families.tiled_attention.mask_bounds import values_of_nodes
-from ejkernel.families.tiled_attention.mask_terms import mask_function_as_arguments
 from ejkernel.families.tiled_attention.record import indices_in_call
+from ejkernel.families.tiled_attention.score_terms import functions_as_arguments
 from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments, tiles
 from ejkernel.planning.scalar_programs import loaded_arrays, scalar_program
 from ejkernel.types.pair_functions import PairFunction
@@ -67,7 +67,7 @@ def backward(pullback: Pullback, params: TritonBackward) -> Gradients:
         return unnormalised_gradients(backward, pullback, params)
     (key_tile, query_tile), record, requested = (
         backward_tiles(params),
-        padding_as_segments(mask_function_as_arguments(pullback.record)),
+        padding_as_segments(functions_as_arguments(pullback.record)),
         pullback.grad_fields,
     )
     delta = _output_cotangent_products(pullback, record)

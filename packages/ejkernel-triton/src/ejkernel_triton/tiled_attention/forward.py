@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
-from ejkernel.families.tiled_attention.mask_terms import mask_function_as_arguments
+from ejkernel.families.tiled_attention.score_terms import functions_as_arguments
 from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments, tiles
 from ejkernel_triton.launch import ShapeDtype, launch
 from ejkernel_triton.tiled_attention.config import TritonForward, forward_tile
@@ -27,7 +27,7 @@ def forward(record: TiledAttention, params: TritonForward) -> tuple[jax.Array, S
     """
     from ejkernel_triton.tiled_attention.kernels.flash_fwd import flash_fwd_kernel
 
-    tile, record = forward_tile(params), padding_as_segments(mask_function_as_arguments(record))
+    tile, record = forward_tile(params), padding_as_segments(functions_as_arguments(record))
     (b, t, h, _), dv = record.query.shape, record.value.shape[3]
     blocks, q_tiles = plan_key_blocks(record, tile.stationary_rows, tile.streamed_rows), tiles(t, tile.stationary_rows)
     outputs = [ShapeDtype((b, t, h, dv), record.query.dtype), ShapeDtype((b, h, t), jnp.float32)]

@@ -1,6 +1,7 @@
 """Helpers for tiles and vectors of one tile of scores in the registers of a warpgroup."""
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, scf, vector
+from jaxlib.mlir.dialects import arith, memref, scf, vector
 
 from ejkernel.arithmetic import cdiv
 from ejkernel_pallas.gpu.hopper.layouts import COLUMN_LAYOUT, ROW_LAYOUT
@@ -147,6 +148,60 @@ def store_first_rows(target: Any, tile: jax.Array, num_rows: int) -> None:
             scf.yield_([])
 
     store(target, tile)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+
+
+def store_row_range(target: Any, tile: jax.Array, first_row: Any, num_rows: int) -> None:
+    """Stores some rows of a tile [64, N] in the same rows of global memory; the other rows are neither written, nor
+    need to exist.
+
+    Args:
+        target: Reference to [64, N].
+        tile: The tile.
+        first_row: The first row that is stored, int32.
+        num_rows: Rows that are stored.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(()), plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT(())))
+    def store(_: Any, ref: Any, tile: Any, first: Any) -> None:
+        registers, index = list(tile.registers.flat), ir.IndexType.get()
+        lane = arith.remui(mgpu.utils.thread_idx(), int32_constant(4))
+        for half, row, stores_row in _stored_rows(first.registers.item(), num_rows):
+            branch: Any = scf.IfOp(stores_row)
+            with ir.InsertionPoint(branch.then_block):
+                for n, register in enumerate(registers[half::2]):
+                    column = arith.addi(arith.muli(lane, int32_constant(2)), int32_constant(8 * n))
+                    vector.store(register, ref, [arith.index_cast(index, x) for x in (row, column)])
+                scf.yield_([])
+
+    store(target, tile, first_row)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+
+
+def store_row_vector_range(target: Any, rows: jax.Array, first_row: Any, num_rows: int) -> None:
+    """Stores some of a value per row of a tile in the same elements of global memory; as `store_row_range`."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(()), ROW_LAYOUT, plgpu.Layout.WG_SPLAT(())))
+    def store(_: Any, ref: Any, rows: Any, first: Any) -> None:
+        values, index = [unpack_row_value(x) for x in rows.registers.flat], ir.IndexType.get()
+        for half, row, stores_row in _stored_rows(first.registers.item(), num_rows):
+            # The four threads of a row store the same value.
+            branch: Any = scf.IfOp(stores_row)
+            with ir.InsertionPoint(branch.then_block):
+                memref.store(values[half], ref, [arith.index_cast(index, row)])
+                scf.yield_([])
+
+    store(target, rows, first_row)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+
+
+def _stored_rows(first_row: Any, num_rows: int) -> Iterator[tuple[int, Any, Any]]:
+    """Yields each of a thread's two rows of a tile: its number, the row, and whether it is in the range."""
+    lane = arith.remui(mgpu.utils.thread_idx(), int32_constant(32))
+    warp = arith.remui(mgpu.utils.warp_idx(sync=False), int32_constant(WARPS_PER_WARPGROUP))
+    row = arith.addi(arith.muli(warp, int32_constant(ROWS_PER_WARP)), arith.divui(lane, int32_constant(4)))
+    for half in (0, 1):
+        at = arith.addi(row, int32_constant(8 * half))
+        # Rows before the first one are large without a sign.
+        distance = arith.subi(at, first_row)
+        yield half, at, arith.cmpi(arith.CmpIPredicate.ult, distance, int32_constant(num_rows))
 
 
 def store_16_byte_rows(target: Any, tile: jax.Array) -> None:

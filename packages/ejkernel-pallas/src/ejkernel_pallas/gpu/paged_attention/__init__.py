@@ -38,8 +38,13 @@ def implementations() -> tuple[Implementation, ...]:
             platform="pallas",
             forward="ejkernel_pallas.gpu.paged_attention.forward:forward",
             requires=hopper_requires(handles=HANDLES, find_refusal_reasons=spec.refusal_reasons),
-            config=ConfigSpace.of(config, forward=config.HopperPaged),
+            config=ConfigSpace.of(
+                config, forward=config.HopperPaged, fixed_if_invariant=("split_keys", "split_doublings")
+            ),
             priority=_priority,
+            # Prefill and decoding have the same bits in the block, so that one kernel family serves all calls there.
+            invariant_to=frozenset({"batch", "padding", "chunking", "pages"}),
+            invariant_priority=20,
             cases="ejkernel_pallas.gpu.paged_attention.cases:cases",
         ),
     )

@@ -12,7 +12,7 @@ from ejkernel.modules.operations.page_attention import PageAttentionArguments
 from ejkernel.modules.operations.ragged_page_attention_v2 import RaggedPageAttentionv2Arguments
 from ejkernel.modules.operations.ragged_page_attention_v3 import RaggedPageAttentionv3Arguments
 from ejkernel.modules.operations.unified_attention import UnifiedAttentionArguments
-from ejkernel.ops.model import Case
+from ejkernel.ops.model import LONG_ROWS_TAG, Case
 
 # Small, since the reference gathers a row's keys for every head.
 DECODE_PROBLEM = PagedSizes(kv_lens=(137, 1, 0, 64), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16)
@@ -31,6 +31,13 @@ PREFILL_PROBLEM = PagedSizes(
     dtype=jnp.bfloat16,
 )
 """Has sequences with enough tokens for flash attention's kernel, one of two tiles, and one that decodes."""
+SPLITS_PROBLEM = PagedSizes(
+    kv_lens=(1, 1030, 1024, 2200), q_lens=(1, 3, 1, 35), query_rows=44, h=4, g=2, d=64, v=64, s=64, dtype=jnp.bfloat16
+)
+"""Has sequences of one, two and three splits of a `batch_invariant` block, in prefill and in decoding; the last one,
+which is also computed alone, has the most.
+"""
+DECODE_SPLITS_PROBLEM = PagedSizes(kv_lens=(1, 0, 1025, 2500), h=4, g=2, d=128, v=128, s=128, dtype=jnp.float16)
 CACHE_WRITE_PROBLEM = PagedSizes(
     kv_lens=(137, 1, 20), q_lens=(7, 1, 20), query_rows=30, h=4, g=2, d=128, s=16, dtype=jnp.bfloat16
 )
@@ -42,6 +49,15 @@ SCALE_OPTIONS: dict[str, Any] = {"v_scale": 3.0, "softmax_scale": 0.1}
 
 def _no_options(key: jax.Array) -> dict[str, Any]:
     return {}
+
+
+DECODE_SPLIT_CASES: tuple[Row[PagedSizes], ...] = (
+    ("splits", DECODE_SPLITS_PROBLEM, _no_options, (), (LONG_ROWS_TAG,)),
+)
+SPLIT_CASES: tuple[Row[PagedSizes], ...] = (
+    ("splits", SPLITS_PROBLEM, lambda key: {"return_lse": True}, (), (LONG_ROWS_TAG,)),
+    ("splits, window", SPLITS_PROBLEM, lambda key: {"sliding_window": 1500}, ("sliding_window",), (LONG_ROWS_TAG,)),
+)
 
 
 def cases() -> dict[str, tuple[Case, ...]]:
@@ -80,8 +96,8 @@ def cases() -> dict[str, tuple[Case, ...]]:
         ),
     )
     return {
-        "page_attention": make_cases_of_rows(PageAttentionArguments, page_inputs, page),
-        "unified_attention": make_cases_of_rows(UnifiedAttentionArguments, packed_inputs, unified_cases),
+        "page_attention": make_cases_of_rows(PageAttentionArguments, page_inputs, page + DECODE_SPLIT_CASES),
+        "unified_attention": make_cases_of_rows(UnifiedAttentionArguments, packed_inputs, unified_cases + SPLIT_CASES),
         "ragged_page_attention_v2": make_cases_of_rows(RaggedPageAttentionv2Arguments, v2_inputs, v2),
         "ragged_page_attention_v3": make_cases_of_rows(RaggedPageAttentionv3Arguments, v3_inputs, v3),
     }

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
@@ -11,6 +12,7 @@ from jax.custom_batching import sequential_vmap
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.pages import COMBINED_LAYOUT
+from ejkernel_pallas.gpu.hopper.fixed_splits import thread_tile_shape
 from ejkernel_pallas.gpu.hopper.launch import launch, wgmma_operand_smem
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.kernels.split_combine import KernelOutputs, combine_partial_results
@@ -18,10 +20,11 @@ from ejkernel_pallas.gpu.latent_attention.plan import LatentSchedule
 from ejkernel_pallas.gpu.latent_attention.spec import KEYS_PER_STEP
 from ejkernel_pallas.gpu.paged_attention.config import HopperPaged
 from ejkernel_pallas.gpu.paged_attention.kernels.call import Call, SharedMemory
+from ejkernel_pallas.gpu.paged_attention.kernels.fixed_split_combine import combine_splits
 from ejkernel_pallas.gpu.paged_attention.kernels.paged_decode import MASKED_SCORE, paged_kernel
 from ejkernel_pallas.gpu.paged_attention.kernels.paged_prefill import prefill
 from ejkernel_pallas.gpu.paged_attention.plan.decode import make_schedule
-from ejkernel_pallas.gpu.paged_attention.spec import PagedSpec, make_spec
+from ejkernel_pallas.gpu.paged_attention.spec import PagedSpec, make_spec, with_items
 
 OPERAND_NAMES: tuple[str, ...] = ("query", "keys", "values", "tables", "items", "shares")
 """Operands of the kernel, in the order in which `attend` passes them."""
@@ -53,13 +56,11 @@ def attend(record: PagedAttention, params: HopperPaged) -> tuple[jax.Array, jax.
     spec, cache, count = make_spec(record, params), _cache_views(record), record.query.shape[0]
     if record.query_start is None or count < params.prefill_tokens:
         tiles = paged_cache.query_tiles(record, spec.tokens_per_tile)
-        spec = dataclasses.replace(spec, num_items=len(tiles.sequence))
-        return _outputs_by_query_row(
-            record,
-            spec,
-            tiles,
-            *_run_decode_items(record, spec, make_schedule(record, tiles, spec.programs_per_kv_head), cache),
-        )
+        spec = with_items(record, spec, len(tiles.sequence))
+        output, lse = _run_decode_items(record, spec, make_item_schedule(record, spec, tiles), cache)
+        if spec.queries_in_place:
+            return output.reshape(count, -1, spec.value_dim), lse.reshape(count, -1)
+        return _outputs_by_query_row(record, spec, tiles, output, lse)
     prefill_limits = paged_cache.QueryRowLimits(params.prefill_tokens, count)
     output, lse = prefill(record, spec, prefill_limits, cache)
     tokens, *few = _attend_short_sequences(
@@ -91,11 +92,9 @@ def _attend_short_sequences(
     queries = record.query.at[row].get(mode="fill", fill_value=0)
     gathered = dataclasses.replace(record, query=queries)
     spec = dataclasses.replace(
-        spec, num_items=count, query_rows_per_kv_head=count * tokens * spec.rows_per_token + WGMMA_M
+        with_items(record, spec, count), query_rows_per_kv_head=count * tokens * spec.rows_per_token + WGMMA_M
     )
-    output, lse = _run_decode_items(
-        gathered, spec, make_schedule(record, tiles, spec.programs_per_kv_head, tokens), cache
-    )
+    output, lse = _run_decode_items(gathered, spec, make_item_schedule(record, spec, tiles, tokens), cache)
 
     def rows_by_token(x: jax.Array) -> jax.Array:
         # [items, Hk * 64, ...]: the rows of a tile are its tokens, each with its query heads and padding rows.
@@ -108,18 +107,31 @@ def _attend_short_sequences(
     return row, jnp.where(attends[..., None], output, 0), jnp.where(attends, lse, -jnp.inf)
 
 
+def make_item_schedule(
+    record: PagedAttention, spec: PagedSpec, tiles: paged_cache.QueryTiles, gathered_tokens_per_tile: int = 0
+) -> LatentSchedule:
+    """Returns the items of a record, and the programs' shares of steps, or of splits."""
+    cuts_items = not spec.split_keys or spec.slots_per_segment > 0
+    return make_schedule(
+        record, tiles, spec.programs_per_kv_head, gathered_tokens_per_tile, spec.keys_per_unit, spec.splits, cuts_items
+    )
+
+
 def _run_decode_items(
     record: PagedAttention, spec: PagedSpec, schedule: LatentSchedule, cache: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the decode kernel's output [items, Hk * 64, Dv] and lse [items, Hk * 64]."""
+    """Returns the decode kernel's output and lse: of all rows in place, or of 64 rows per item and KV head."""
     tables = jnp.zeros((1, 1), jnp.int32) if record.block_tables is None else record.block_tables.astype(jnp.int32)
 
     @sequential_vmap
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         operands: dict[str, jax.Array] = dict(zip(OPERAND_NAMES, arrays, strict=True))
+        if spec.split_keys:
+            return combine_splits(spec, LatentSchedule(*arrays[-2:]), _launch(spec, operands))
         return combine_partial_results(spec, LatentSchedule(*arrays[-2:]), KernelOutputs(*_launch(spec, operands)))
 
-    output, lse = run(_padded_query_rows(record, spec), *cache, tables, *schedule)
+    query = record.query.reshape(-1, spec.key_dim) if spec.queries_in_place else _padded_query_rows(record, spec)
+    output, lse = run(query, *cache, tables, *schedule)
     return output, lse
 
 
@@ -175,14 +187,23 @@ def _launch(spec: PagedSpec, operands: dict[str, jax.Array]) -> tuple[jax.Array,
     """Returns the outputs of whole items and the partial results of split items."""
 
     def body(operand_refs: dict[str, Any], output_refs: Any, buffers: dict[str, Any]) -> None:
-        paged_kernel(Call(spec, operand_refs, output_refs, SharedMemory(**buffers)))
+        counters = (spec.num_items * spec.tiles_per_item,)
+        arrivals = pl.get_global(plgpu.SemaphoreType.REGULAR(counters)) if spec.counts_arrivals else None
+        paged_kernel(Call(spec, operand_refs, output_refs, SharedMemory(**buffers), arrivals))
 
     parts, tiles = 2 * spec.num_thread_blocks, spec.num_items * spec.tiles_per_item
+    part_shapes = [(parts, WGMMA_M, spec.value_dim), (parts, WGMMA_M)]
+    if spec.split_keys:  # accumulator, maximum and sum of each split of the items that are cut
+        # A slot is read and written as 64 rows, of which only `slot_rows` are touched: the last one needs room.
+        rows = spec.num_slots * spec.slot_rows + WGMMA_M - spec.slot_rows
+        part_shapes = [(rows, spec.value_dim), *[(spec.num_slots, WGMMA_M)] * 2]
+    rows = spec.num_items * spec.tiles_per_item * spec.heads_per_tile if spec.queries_in_place else tiles * WGMMA_M
+    # Flat if rows are folded one by one.
+    lse_shape = (rows,) if spec.split_keys else (tiles, WGMMA_M)
     outputs = [
-        jax.ShapeDtypeStruct((tiles * WGMMA_M, spec.value_dim), spec.dtype),
-        jax.ShapeDtypeStruct((tiles, WGMMA_M), jnp.float32),
-        jax.ShapeDtypeStruct((parts, WGMMA_M, spec.value_dim), jnp.float32),
-        jax.ShapeDtypeStruct((parts, WGMMA_M), jnp.float32),
+        jax.ShapeDtypeStruct((rows, spec.value_dim), spec.dtype),
+        jax.ShapeDtypeStruct(lse_shape, jnp.float32),
+        *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in part_shapes),
     ]
     return launch(body, operands, outputs, _scratch(spec), spec.num_thread_blocks, 1)
 
@@ -190,7 +211,12 @@ def _launch(spec: PagedSpec, operands: dict[str, jax.Array]) -> tuple[jax.Array,
 def _scratch(spec: PagedSpec) -> dict[str, Any]:
     """Returns shared memory and mbarriers, by the names of `SharedMemory`."""
     copies, stages, barrier = KEYS_PER_STEP // spec.slots_per_copy, spec.stages, plgpu.Barrier
-    return {
+    split_buffers: dict[str, Any] = {}
+    if spec.split_keys:
+        split_buffers["split_total"] = plgpu.SMEM(thread_tile_shape(spec.value_dim, spec.slot_rows), jnp.float32)
+    if spec.counts_arrivals:
+        split_buffers["arrivals_before"] = plgpu.SMEM((1,), jnp.int32)
+    return split_buffers | {
         "q": wgmma_operand_smem((WGMMA_M, spec.key_dim), spec.dtype),
         "k": wgmma_operand_smem((stages, KEYS_PER_STEP, spec.key_dim), spec.dtype),
         "v": wgmma_operand_smem((stages, KEYS_PER_STEP, spec.value_dim), spec.dtype),

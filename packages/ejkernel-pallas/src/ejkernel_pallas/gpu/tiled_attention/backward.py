@@ -26,7 +26,7 @@ from jax import lax
 
 from ejkernel.arithmetic import LOG2E
 from ejkernel.families.tiled_attention import TiledAttention, sinks_gradient, subtract_lse_cotangent
-from ejkernel.families.tiled_attention.mask_terms import mask_function_as_arguments
+from ejkernel.families.tiled_attention.score_terms import functions_as_arguments
 from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments
 from ejkernel.planning.batch_rows import run_with_batch_rows
 from ejkernel.types.pullback import Pullback
@@ -78,7 +78,7 @@ def backward(pullback: Pullback, params: HopperBackward) -> dict[str, jax.Array]
     Returns:
         The gradient of each requested field, in its shape and dtype.
     """
-    pullback = dataclasses.replace(pullback, record=mask_function_as_arguments(pullback.record))
+    pullback = dataclasses.replace(pullback, record=functions_as_arguments(pullback.record))
     grad_fields, spec = pullback.grad_fields, make_spec(pullback.record)
     tile = backward_tile(params, spec)
     operands, delta = _make_operands(pullback, spec, tile)

@@ -1,4 +1,6 @@
-"""Conformance cases of the Hopper kernels: patterns in 16 bits, with head dimensions and tiles that they support."""
+"""Conformance cases of the Hopper kernels: patterns, positions and long rows in 16 bits, with head dimensions and tiles
+that they support.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,9 +14,9 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.modules.operations.blocksparse_attention import BlockSparseAttentionArguments
 from ejkernel.modules.operations.cases.flash_attention import AttentionSizes, qkv
 from ejkernel.modules.operations.cases.pair_function_options import cases_of_options
-from ejkernel.modules.operations.cases.tables import tagged_case
+from ejkernel.modules.operations.cases.tables import Row, make_cases_of_rows, tagged_case
 from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
-from ejkernel.ops.model import Case
+from ejkernel.ops.model import LONG_ROWS_TAG, Case
 from ejkernel.types import MaskInfo
 from ejkernel.types.sparse_masks import ChunkedCausalMask, LocalMask, Mask, NumpyMask
 
@@ -130,9 +132,86 @@ _FUNCTION_TABLE: tuple[tuple[str, dict[str, int], Callable[[jax.Array], dict[str
 )
 
 
+_CHUNK_SIZES = AttentionSizes(b=2, t=150, s=500, h=4, g=2, d=128, v=128, dtype=jnp.bfloat16)
+_POSITION_FIELDS = ("q_positions", "kv_positions")
+
+
+def _chunk_arguments(key: jax.Array) -> dict[str, Any]:
+    """Returns the positions of the last queries of a prompt."""
+    keys = jnp.arange(_CHUNK_SIZES.s, dtype=jnp.int32)[None].repeat(2, axis=0)
+    return {"mask_info": MaskInfo(q_positions=keys[:, -_CHUNK_SIZES.t :], kv_positions=keys), "causal": True}
+
+
+def _repeated_positions(key: jax.Array) -> dict[str, Any]:
+    """Returns positions in order that several keys share, and queries in any order, some of which attend to nothing."""
+    keys = jnp.arange(_CHUNK_SIZES.s, dtype=jnp.int32)[None] // 3 + jnp.array([[0], [7]], jnp.int32)
+    queries = jax.random.randint(key, (2, _CHUNK_SIZES.t), -60, _CHUNK_SIZES.s // 3 + 60)
+    return {"mask_info": MaskInfo(q_positions=queries, kv_positions=keys)}
+
+
+def _unordered_positions(key: jax.Array) -> dict[str, Any]:
+    """Returns positions of keys that are out of order in the first row of the batch."""
+    order, queries = jax.random.split(key)
+    keys = jnp.arange(_CHUNK_SIZES.s, dtype=jnp.int32)
+    positions = jnp.stack([jax.random.permutation(order, keys), keys])
+    queries = jax.random.randint(queries, (2, _CHUNK_SIZES.t), 0, _CHUNK_SIZES.s)
+    return {"mask_info": MaskInfo(q_positions=queries, kv_positions=positions)}
+
+
+_LONG_SIZES = AttentionSizes(b=3, t=700, s=700, h=2, g=1, d=128, v=128, dtype=jnp.bfloat16)
+_LONG_HALF_SIZES = dataclasses.replace(_LONG_SIZES, d=64, v=64, dtype=jnp.float16)
+_FLASH_TABLE: tuple[Row[AttentionSizes], ...] = (
+    ("long rows, causal", _LONG_SIZES, lambda key: {"causal": True}, ("causal",), (LONG_ROWS_TAG,)),
+    (
+        "long rows, causal window, soft cap, sinks",
+        dataclasses.replace(_LONG_SIZES, d=64, v=64),
+        lambda key: {
+            "sliding_window": (300, 0),
+            "logits_soft_cap": 3.0,
+            "softmax_aux": jax.random.normal(key, (2,)),
+        },
+        ("sliding_window", "logits_soft_cap", "softmax_aux"),
+        (),
+    ),
+    ("long rows, soft cap", _LONG_HALF_SIZES, lambda key: {"logits_soft_cap": 3.0}, ("logits_soft_cap",), ()),
+    ("positions of a chunk", _CHUNK_SIZES, _chunk_arguments, ("q_positions", "causal"), ()),
+    (
+        "positions that repeat, window, lse",
+        dataclasses.replace(_CHUNK_SIZES, d=64, v=64),
+        lambda key: {**_repeated_positions(key), "sliding_window": (40, 5), "return_lse": True},
+        (*_POSITION_FIELDS, "sliding_window"),
+        (),
+    ),
+    (
+        "positions out of order, lse",
+        dataclasses.replace(_CHUNK_SIZES, dtype=jnp.float16),
+        lambda key: {**_unordered_positions(key), "causal": True, "return_lse": True},
+        (*_POSITION_FIELDS, "causal"),
+        (),
+    ),
+    (
+        "positions out of order, window, soft cap",
+        dataclasses.replace(_CHUNK_SIZES, d=256, v=256),
+        lambda key: {**_unordered_positions(key), "sliding_window": (90, 20), "logits_soft_cap": 5.0},
+        (*_POSITION_FIELDS, "sliding_window", "logits_soft_cap"),
+        (),
+    ),
+    (
+        "positions of a chunk, 192 and 128",
+        dataclasses.replace(_CHUNK_SIZES, d=192),
+        _chunk_arguments,
+        ("q_positions", "causal"),
+        (),
+    ),
+)
+
+
 def cases() -> dict[str, tuple[Case, ...]]:
     """Returns the conformance cases of each operation, by its name."""
-    return {"blocksparse_attention": tuple(_case(*row, exercises=("pattern",)) for row in _CASE_TABLE)}
+    return {
+        "blocksparse_attention": tuple(_case(*row, exercises=("pattern",)) for row in _CASE_TABLE),
+        "flash_attention": make_cases_of_rows(FlashAttentionArguments, qkv, _FLASH_TABLE),
+    }
 
 
 def function_cases() -> dict[str, tuple[Case, ...]]:

@@ -10,7 +10,7 @@ from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction, set_fields_as_text
 from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY_BYTES, SWIZZLE_COLUMNS, WGMMA_M
-from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
+from ejkernel_pallas.gpu.tiled_attention.spec import SPLIT_BARRIER_BYTES, HopperSpec
 
 BACKWARD_CONSUMER_WARPGROUPS = 2
 """Consumer warpgroups of the backward kernel."""
@@ -57,7 +57,7 @@ class ForwardTile:
         """Returns whether, in some block, the first warpgroup's keys end at least a tile before the last keys of the
         block.
         """
-        if spec.right_window is None or spec.has_block_lists or spec.keys_in_pages:
+        if spec.right_window is None or spec.has_block_lists or spec.keys_in_pages or spec.has_positions:
             return False
         ends = (
             (row + spec.right_window, row + self.block_q - WGMMA_M + spec.right_window)
@@ -88,13 +88,17 @@ class ForwardTile:
 
 
 def forward_smem_bytes(tile: ForwardTile, spec: HopperSpec) -> int:
-    """Returns the shared memory of the forward kernel in bytes."""
+    """Returns the shared memory of the forward kernel in bytes, mbarriers included."""
     itemsize = jnp.dtype(jnp.bfloat16).itemsize
     matrices = tile.query_buffers * tile.block_q * spec.head_dim + tile.kv_stages * tile.block_kv * (
         spec.head_dim + spec.value_dim
     )
     dropout_key_words = (tile.kv_stages + 1) * tile.block_kv  # dropout's keys of queries and keys
-    return matrices * itemsize + (4 * tile.query_buffers * tile.block_q + dropout_key_words) * 4
+    row_bytes = (4 * tile.query_buffers * tile.block_q + dropout_key_words) * 4 + FORWARD_RESERVED_SMEM_BYTES
+    if spec.blocks_per_split:
+        # Float32 totals leave little memory, so the rest is counted exactly: lse, indices with words, and mbarriers.
+        row_bytes = tile.block_q * spec.value_dim * 4 + 2 * SMEM_ALIGNMENT_BYTES + SPLIT_BARRIER_BYTES
+    return matrices * itemsize + row_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,11 +295,13 @@ class HopperForward:
         block_q: Queries per block, 64 per consumer warpgroup.
         block_kv: Keys per step.
         stages: Tiles of keys, and of values, in shared memory.
+        batch_invariant: Whether the bits of a row must not depend on the other rows of the call.
     """
 
     block_q: int
     block_kv: int
     stages: int
+    batch_invariant: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -356,7 +362,7 @@ def forward_tile(params: HopperForward, spec: HopperSpec) -> ForwardTile:
     warpgroups, keys, stages = _check_tile_sizes(params, "block_q", "block_kv", "stages")
     limit = SHARED_MEMORY_BYTES
     tiles = [ForwardTile(warpgroups, keys, stages, n) for n in (2, 1)]
-    tile = next((x for x in tiles if forward_smem_bytes(x, spec) + FORWARD_RESERVED_SMEM_BYTES <= limit), None)
+    tile = next((x for x in tiles if forward_smem_bytes(x, spec) <= limit), None)
     if tile is None:
         raise ValueError(f"cfg: {set_fields_as_text(params)} takes more than the {limit} bytes of shared memory")
     return tile
@@ -373,13 +379,12 @@ def backward_tile(params: HopperBackward, spec: HopperSpec) -> BackwardTile:
     expected_block_sizes = BACKWARD_TILES[spec.head_dim][0][:2]
     if (tile.block_kv, tile.block_q) != expected_block_sizes:
         raise ValueError(
-            f"cfg: {set_fields_as_text(params)}: heads of {spec.head_dim} want block_kv="
-            f"{expected_block_sizes[0]} and block_q={expected_block_sizes[1]}"
+            f"cfg: {set_fields_as_text(params)}: heads of {spec.head_dim} want block_kv={expected_block_sizes[0]} and "
+            f"block_q={expected_block_sizes[1]}"
         )
     if backward_smem_bytes(tile, spec) > SHARED_MEMORY_BYTES - BACKWARD_RESERVED_SMEM_BYTES:
-        raise ValueError(
-            f"cfg: {set_fields_as_text(params)} takes more than the {SHARED_MEMORY_BYTES} bytes of shared memory"
-        )
+        limit = SHARED_MEMORY_BYTES
+        raise ValueError(f"cfg: {set_fields_as_text(params)} takes more than the {limit} bytes of shared memory")
     return tile
 
 
@@ -390,7 +395,6 @@ def _check_tile_sizes(
     values = {name: getattr(params, name) for name in (accumulated_block_field, streamed_block_field, stages_field)}
     allowed_values = dict.fromkeys(values, "64, 128 or 192") | {stages_field: "2 or more"}
     for name, value in values.items():
-        is_allowed_value = value is not None and (value >= 2 if name == stages_field else value in (64, 128, 192))
-        if not is_allowed_value:
+        if value is None or not (value >= 2 if name == stages_field else value in (64, 128, 192)):
             raise ValueError(f"cfg: got {name}={value}, the Mosaic GPU kernels want {allowed_values[name]}")
     return values[accumulated_block_field] // WGMMA_M, values[streamed_block_field], values[stages_field]

@@ -1,17 +1,20 @@
 """Forward pass of tiled softmax attention on Hopper."""
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
-from ejkernel.families.tiled_attention.mask_terms import mask_function_as_arguments
+from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention, query_and_key_positions
+from ejkernel.families.tiled_attention.score_terms import functions_as_arguments
 from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments
 from ejkernel.planning.batch_rows import run_with_batch_rows
 from ejkernel_pallas.gpu.hopper import tile_scheduler
+from ejkernel_pallas.gpu.hopper.fixed_splits import thread_tile_shape
 from ejkernel_pallas.gpu.hopper.launch import launch, pad_rows, wgmma_operand_smem
 from ejkernel_pallas.gpu.hopper.sizes import SWIZZLE_COLUMNS, WGMMA_M
 from ejkernel_pallas.gpu.hopper.split_tiles import NO_SPLIT, split_tail_wave
@@ -22,7 +25,7 @@ from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import Call, Paged
 from ejkernel_pallas.gpu.tiled_attention.kernels.pair_functions import pair_operands
 from ejkernel_pallas.gpu.tiled_attention.kernels.split_combine import merge_split_tiles
 from ejkernel_pallas.gpu.tiled_attention.plan.block_map import key_block_ranges, num_tiles, pad_segment_ids
-from ejkernel_pallas.gpu.tiled_attention.plan.key_ranges import key_ranges
+from ejkernel_pallas.gpu.tiled_attention.plan.key_ranges import key_ranges, position_key_ranges, position_limits
 from ejkernel_pallas.gpu.tiled_attention.plan.pattern import key_block_lists
 from ejkernel_pallas.gpu.tiled_attention.plan.segment_extents import find_tile_extents
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec, make_spec
@@ -50,8 +53,8 @@ def forward(record: TiledAttention, params: HopperForward) -> tuple[jax.Array, S
     Returns:
         Output [B, T, H, D] in the query's dtype, and the residuals for the backward pass.
     """
-    record = mask_function_as_arguments(record)
-    spec = make_spec(record)
+    record = functions_as_arguments(record)
+    spec = dataclasses.replace(make_spec(record), is_batch_invariant=params.batch_invariant)
     tile = forward_tile(params, spec)
     operands = _make_operands(record, spec, tile)
     output, lse = run_with_batch_rows(functools.partial(_run_kernel, spec, tile), operands, spec.batch_size)
@@ -72,7 +75,7 @@ def _run_kernel(
         heads_per_group=spec.group_size,
         is_persistent=True,
         tail_split=NO_SPLIT
-        if spec.may_mask_pairs
+        if spec.may_mask_pairs or spec.is_batch_invariant  # the number of tiles depends on the batch
         else split_tail_wave(batch_size * spec.num_heads * count, blocks, num_tiles(spec.kv_len, tile.block_kv)),
     )
 
@@ -93,7 +96,7 @@ def launch_forward_kernel(
     """
 
     def body(operand_refs: dict[str, Any], output_refs: Any, buffers: dict[str, Any]) -> None:
-        shared = SharedMemory(**_add_output_view(spec, buffers))
+        shared = SharedMemory(**_add_views(spec, buffers))
         forward_kernel(
             Call(
                 spec,
@@ -154,19 +157,24 @@ def _kv_bytes_per_head(spec: HopperSpec) -> int:
 
 def _make_operands(record: TiledAttention, spec: HopperSpec, tile: ForwardTile) -> dict[str, jax.Array]:
     """Returns the kernel's operands, for every row of the batch or shared by all."""
-    operands, ids = {}, None
+    operands, ids, positions = {}, None, None
     if record.q_segment_ids is not None and record.kv_segment_ids is not None:  # ids of one side only restrict nothing
         operands["q_ids"] = pad_segment_ids(record.q_segment_ids, tile.block_q, -1)
         operands["k_ids"] = pad_segment_ids(record.kv_segment_ids, tile.block_kv, -2)
         ids = operands["q_ids"], operands["k_ids"]
         operands["padded"] = find_tile_extents(operands["k_ids"], tile.block_kv).has_padding.astype(jnp.int32)
         operands["ranges"] = key_ranges(spec, ids, tile.block_kv)
+    if spec.has_positions:
+        positions = query_and_key_positions(record)
+        limits = position_limits(spec, *positions, tile.block_q)
+        operands["ranges"], operands["q_limits"] = position_key_ranges(limits), limits.limits
+        operands["k_positions"] = jnp.pad(limits.key_positions, ((0, 0), (0, -spec.kv_len % tile.block_kv)))
     if record.softmax_aux is not None:
         operands["sinks"] = record.softmax_aux.astype(jnp.float32)[None]
     if spec.has_block_lists:
         operands |= key_block_lists(padding_as_segments(record), tile.block_q, tile.block_kv)
     else:
-        operands["table"] = jnp.asarray(key_block_ranges(spec, ids, tile.block_q, tile.block_kv))
+        operands["table"] = jnp.asarray(key_block_ranges(spec, ids, tile.block_q, tile.block_kv, positions))
     operands |= dropout_key_operands(record, spec, tile.block_q, tile.block_kv) | pair_operands(record, spec)
     keys = {"k": pad_rows(record.key, tile.block_kv), "v": pad_rows(record.value, tile.block_kv)}
     return {"q": pad_rows(record.query, WGMMA_M)} | keys | operands
@@ -184,7 +192,7 @@ def _scratch(spec: HopperSpec, tile: ForwardTile, paged_key_access: PagedKeyAcce
         "v": wgmma_operand_smem((tile.kv_stages, tile.block_kv, spec.value_dim), spec.dtype),
         "lse": plgpu.SMEM((queries, WGMMA_M), jnp.float32),
         # One arrival per copy; TMA counts the bytes of each.
-        "q_full": plgpu.Barrier(num_arrivals=1 + spec.has_segments + spec.has_dropout, num_barriers=queries),
+        "q_full": plgpu.Barrier(num_arrivals=1 + spec.has_key_ranges + spec.has_dropout, num_barriers=queries),
         "q_free": plgpu.Barrier(num_arrivals=1, num_barriers=queries),
         # A block of pages has one more arrival, for its word in `valid_key_words`.
         "k_full": plgpu.Barrier(
@@ -201,13 +209,30 @@ def _scratch(spec: HopperSpec, tile: ForwardTile, paged_key_access: PagedKeyAcce
     if spec.has_dropout:
         named_buffers["q_dropout_keys"] = plgpu.SMEM((queries, WGMMA_M), jnp.uint32)
         named_buffers["k_dropout_keys"] = plgpu.SMEM((tile.kv_stages + 1, tile.block_kv), jnp.uint32)
-    if spec.keys_in_pages:
+    if spec.blocks_per_split:
+        named_buffers |= _split_scratch(spec, tile)
+    elif spec.keys_in_pages:
         named_buffers["valid_key_words"] = plgpu.SMEM((tile.kv_stages,), jnp.int32)
     if spec.has_segments or spec.keys_in_pages:
         named_buffers["v_copied"] = plgpu.Barrier(num_arrivals=copies)
-    if spec.has_segments:
+    if spec.has_key_ranges:
         named_buffers["key_ranges"] = plgpu.SMEM((queries, 2, WGMMA_M), jnp.int32)
     return named_buffers
+
+
+def _split_scratch(spec: HopperSpec, tile: ForwardTile) -> dict[str, Any]:
+    """Returns the totals of splits, and one array of indices of tiles and words of keys: every array begins at a
+    multiple of 1024 bytes, of which totals leave few.
+
+    Outputs, of half the size, have a view of the totals' memory as [64, 64] tiles, so that queries are free early.
+    """
+    totals = tile.consumer_warpgroups, *thread_tile_shape(spec.value_dim)
+    output_tiles = 2 * tile.consumer_warpgroups * spec.value_dim // SWIZZLE_COLUMNS
+    outputs = wgmma_operand_smem((output_tiles, WGMMA_M, SWIZZLE_COLUMNS), spec.dtype)
+    return {
+        "tile_indices": plgpu.SMEM((2 + tile.kv_stages,), jnp.int32),
+        "split_totals": plgpu.RefUnion(plgpu.SMEM(totals, jnp.float32), outputs),
+    }
 
 
 def _query_scratch(spec: HopperSpec, tiles: int) -> dict[str, Any]:
@@ -217,14 +242,23 @@ def _query_scratch(spec: HopperSpec, tiles: int) -> dict[str, Any]:
     64] tiles, so that those of one warpgroup do not overlap the queries of another.
     """
     queries = wgmma_operand_smem((tiles, WGMMA_M, spec.head_dim), spec.dtype)
-    if spec.value_dim == spec.head_dim:
+    if spec.value_dim == spec.head_dim or spec.blocks_per_split:
         return {"q": queries}
     outputs = wgmma_operand_smem((tiles * spec.head_dim // SWIZZLE_COLUMNS, WGMMA_M, SWIZZLE_COLUMNS), spec.dtype)
     return {"q": plgpu.RefUnion(queries, outputs)}
 
 
-def _add_output_view(spec: HopperSpec, buffers: dict[str, Any]) -> dict[str, Any]:
-    """Returns buffers with separate names for queries and outputs that share memory."""
+def _add_views(spec: HopperSpec, buffers: dict[str, Any]) -> dict[str, Any]:
+    """Returns buffers with separate names for queries and outputs that share memory, and for words that do."""
+    if spec.blocks_per_split:
+        words, (totals, outputs) = buffers["tile_indices"], buffers["split_totals"]
+        num_key_words = words.shape[0] - 2
+        return buffers | {
+            "tile_indices": words.at[pl.ds(0, 2)],
+            "valid_key_words": words.at[pl.ds(2, num_key_words)],
+            "split_totals": totals,
+            "output": outputs,
+        }
     if spec.value_dim == spec.head_dim:
         return buffers
     queries, outputs = buffers["q"]

@@ -1,6 +1,7 @@
 """The compile-time constants of the tiled-attention kernels."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,11 +10,15 @@ from ejkernel.arithmetic import LOG2E
 from ejkernel.families.tiled_attention import TiledAttention, causal_window_bounds
 from ejkernel.planning import dropout
 from ejkernel.planning.scalar_programs import ScalarProgram, scalar_program
+from ejkernel_pallas.gpu.hopper.index_differences import scaled_difference
+from ejkernel_pallas.gpu.hopper.split_boundaries import SplitBoundaries
 
 FIXED_MAX_EXPONENT_LIMIT = 80.0
 """The largest exponent of two for which a fixed maximum of 0 works: float32 can then hold the sums."""
 INITIAL_ROW_MAX = -1e38
 """The initial running maximum: below every score, and finite, so that no difference of two of them is NaN."""
+SPLIT_BARRIER_BYTES = 512
+"""Bytes of shared memory reserved for mbarriers in the forward kernel with splits."""
 WORD_BITS = 32
 """Bits per word of a bit mask."""
 COLUMNS_PER_MASK_WORD_SPAN = 4 * WORD_BITS
@@ -38,6 +43,7 @@ class HopperSpec:
         left_window: Band: `-left <= k - q`; None is open.
         right_window: Band: `k - q <= right`; None is open.
         has_segments: Whether there are segment ids.
+        has_positions: Whether the band is one of positions, which are operands, instead of indices.
         has_pattern: Whether a pattern says which pairs attend.
         has_sinks: Whether there are sinks.
         dropout_threshold: Dropout drops a weight if the product of its row's and column's keys is below; 0 without
@@ -46,6 +52,10 @@ class HopperSpec:
         keys_in_pages: Whether keys are in pages: then every tile of queries belongs to one sequence, whose keys and
             positions `Call.paged_key_access` has.
         has_key_starts: Whether such sequences may have a first key other than 0.
+        blocks_per_split: Key blocks per split, counted from key 0, whose softmaxes are folded in order; 0 for one
+            softmax over all keys of a row.
+        is_batch_invariant: Whether the bits of a row must not depend on the other rows of the call.
+        split_doublings: Key blocks from which on splits are twice as long.
         score_mod: The function of a score and its pair, or None.
         mask_mod: The function that says which pairs attend, or None.
     """
@@ -69,6 +79,10 @@ class HopperSpec:
     dropout_scale: float
     keys_in_pages: bool = False
     has_key_starts: bool = False
+    has_positions: bool = False
+    is_batch_invariant: bool = False
+    blocks_per_split: int = 0
+    split_doublings: tuple[int, ...] = ()
     score_mod: ScalarProgram | None = None
     mask_mod: ScalarProgram | None = None
 
@@ -94,6 +108,11 @@ class HopperSpec:
         return self.has_pattern or self.mask_mod is not None
 
     @property
+    def has_key_ranges(self) -> bool:
+        """Returns whether the range of keys of every query is an operand."""
+        return self.has_segments or self.has_positions
+
+    @property
     def has_dropout(self) -> bool:
         """Returns whether there is dropout."""
         return self.dropout_threshold > 0
@@ -101,7 +120,12 @@ class HopperSpec:
     @property
     def masks_before_full_tiles(self) -> bool:
         """Returns whether tiles before the full ones can be partial, too."""
-        return not self.has_block_lists and (self.left_window is not None or self.has_segments or self.has_key_starts)
+        return not self.has_block_lists and (self.left_window is not None or self.has_key_ranges or self.has_key_starts)
+
+    @property
+    def split_boundaries(self) -> SplitBoundaries:
+        """Returns the boundaries of splits in key blocks."""
+        return SplitBoundaries(self.blocks_per_split, self.split_doublings)
 
     @property
     def uses_ping_pong(self) -> bool:
@@ -140,9 +164,10 @@ class HopperSpec:
     def fuses_soft_cap(self) -> bool:
         """Returns whether `compute_capped_weights` computes tanh and exponential together for full blocks.
 
-        With head dimension 256, where products take four times as long as with 64, a soft cap costs 3% without it.
+        With head dimension 256, where products take four times as long as with 64, a soft cap costs 3% without it. The
+        bits of a weight depend on the products of the other rows of its warp.
         """
-        return self.fixes_row_max_at_zero and self.head_dim <= 128
+        return self.fixes_row_max_at_zero and self.head_dim <= 128 and not self.is_batch_invariant
 
     @property
     def product_scale(self) -> float:
@@ -156,7 +181,18 @@ class HopperSpec:
         """Returns the factor that converts a raw product, the soft cap's tanh, or what `score_mod` returns, to base
         2.
         """
-        return LOG2E if self.score_mod is not None else self.score_unit * LOG2E
+        return (self.score_unit if self.score_mod is None else self.modified_score_unit) * LOG2E
+
+    @property
+    def modified_score_unit(self) -> float:
+        """Returns the unit in which kernels compute what `score_mod` returns.
+
+        A function that adds a multiple of an index difference, as ALiBi does, returns products in their own unit, plus
+        the multiple divided by it, if that is exact: a power of two.
+        """
+        is_power_of_two = math.frexp(self.score_unit)[0] == 0.5
+        has_multiple = self.score_mod is not None and scaled_difference(self.score_mod) is not None
+        return self.score_unit if has_multiple and is_power_of_two else 1.0
 
     @property
     def score_unit(self) -> float:
@@ -167,6 +203,21 @@ class HopperSpec:
     def has_pair_functions(self) -> bool:
         """Returns whether there is a `score_mod` or a `mask_mod`."""
         return self.score_mod is not None or self.mask_mod is not None
+
+    @property
+    def hoists_function_inputs(self) -> bool:
+        """Returns whether what the functions of pairs compute of a head or a row stays in registers for all key blocks:
+        functions of the query or the key that load no arrays, whose addresses would take more registers.
+        """
+        functions = [x for x in (self.score_mod, self.mask_mod) if x is not None]
+        read = frozenset().union(*(x.inputs_read for x in functions))
+        return bool(read & {"q_idx", "k_idx"}) and not any(x.array_ranks for x in functions)
+
+    def masks_by_function_alone(self, block_kv: int) -> bool:
+        """Returns whether `mask_mod` alone masks pairs: blocks of keys are whole, so no key is past the last one."""
+        has_other_mask = self.has_segments or self.has_pattern or self.keys_in_pages
+        has_window = self.left_window is not None or self.right_window is not None
+        return self.mask_mod is not None and not has_other_mask and not has_window and self.kv_len % block_kv == 0
 
     @property
     def has_score_slope(self) -> bool:
@@ -197,6 +248,8 @@ def make_spec(record: TiledAttention) -> HopperSpec:
         left_window=left,
         right_window=right,
         has_segments=record.q_segment_ids is not None and record.kv_segment_ids is not None,
+        has_positions=(left, right) != (None, None)
+        and (record.q_positions is not None or record.kv_positions is not None),
         has_pattern=record.pattern is not None,
         has_sinks=record.softmax_aux is not None,
         dropout_threshold=dropout.dropout_threshold(record.dropout_prob),

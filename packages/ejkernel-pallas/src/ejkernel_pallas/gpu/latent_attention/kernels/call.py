@@ -125,9 +125,10 @@ def for_each_item(
     process_item: Callable[[WorkItem, Any], Any],
     carry: Any,
     program_and_tile: tuple[Any, Any] | None = None,
+    keys_per_step: int = KEYS_PER_STEP,
 ) -> Any:
     """Loops over the items of this block's program, carrying a value through `process_item`; `program_and_tile` is the
-    program and tile.
+    program and tile, `keys_per_step` what the schedule counts as a step.
     """
     items, shares = call.operands["items"], call.operands["shares"]
     program, tile = program_and_head_tile(call) if program_and_tile is None else program_and_tile
@@ -142,7 +143,7 @@ def for_each_item(
         # An item that starts in this program's share is its last: its partial result goes to the second slot.
         slot = (program * 2 + (at == start).astype(I32)) * call.spec.tiles_per_item + tile
         # Steps of an item are counted from `start`; `low` may be several steps after key 0.
-        first = lax.div(low, I32(KEYS_PER_STEP)) + at - start
+        first = lax.div(low, I32(keys_per_step)) + at - start
         carry = process_item(WorkItem(row, sequence, low, keys, first, stop - at, whole, slot), carry)
         return row + 1, stop, carry
 

@@ -21,6 +21,8 @@ class SharedMemory:
         k_free: [n] mbarriers: all reads of the keys are done.
         v_full: [n] mbarriers: values have arrived.
         v_free: [n] mbarriers: all reads of the values are done.
+        arrivals_before: [1] int32, a counter's value, or None.
+        split_total: Accumulator of the splits that have been folded, in memory of the threads; None without splits.
     """
 
     q: Any
@@ -33,6 +35,8 @@ class SharedMemory:
     k_free: Any
     v_full: Any
     v_free: Any
+    split_total: Any = None
+    arrivals_before: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +48,11 @@ class Call:
         operands: References by name: query, keys, values, tables, items, shares.
         outputs: References to output, lse, partial outputs and their lse.
         shared: Shared memory and barriers.
+        arrivals: Counters of the splits that have been stored of each item and KV head, or None.
     """
 
     spec: PagedSpec
     operands: dict[str, Any]
     outputs: Any
     shared: SharedMemory
+    arrivals: Any = None

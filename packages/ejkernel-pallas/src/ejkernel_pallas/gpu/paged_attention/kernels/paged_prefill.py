@@ -170,6 +170,8 @@ def _make_flash_spec(record: PagedAttention, spec: PagedSpec) -> HopperSpec:
         dropout_scale=record.value_scale,
         keys_in_pages=True,
         has_key_starts=record.kv_starts is not None,
+        blocks_per_split=spec.steps_per_unit,
+        split_doublings=tuple(keys // KEYS_PER_STEP for keys in spec.split_doublings),
     )
 
 

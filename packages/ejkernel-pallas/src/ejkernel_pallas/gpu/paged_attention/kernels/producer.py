@@ -13,7 +13,7 @@ from ejkernel.families.paged_attention.pages import COMBINED_LAYOUT
 from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.kernels.call import WorkItem, for_each_item, program_and_head_tile
 from ejkernel_pallas.gpu.latent_attention.kernels.page_copies import PageAndSlotPerCopy, find_page_and_slot_per_copy
-from ejkernel_pallas.gpu.latent_attention.spec import KEYS_PER_STEP
+from ejkernel_pallas.gpu.latent_attention.spec import KEYS_PER_STEP, SWIZZLE_ATOM_ROWS
 from ejkernel_pallas.gpu.paged_attention.kernels.call import Call
 from ejkernel_pallas.gpu.paged_attention.spec import PagedSpec
 
@@ -23,15 +23,44 @@ def produce(call: Call) -> None:
 
     def copy_item(item: WorkItem, carry: Any) -> Any:
         blocks_done, item_index = carry
-        _copy_queries(call, item, item_index)
+        first_step, num_steps = item.first_step, item.num_steps
+        if call.spec.split_keys:
+            first_step, end = split_steps(call.spec, item, item.first_step, item.num_steps)
+            num_steps = end - first_step
+        else:
+            _copy_queries(call, item, item_index)
 
         def step(n: Any, blocks_done: Any) -> Any:
-            _copy_block(call, item, (item.first_step + n) * KEYS_PER_STEP, blocks_done)
+            _copy_block(call, item, (first_step + n) * KEYS_PER_STEP, blocks_done)
+            if call.spec.split_keys:
+                # After the blocks for which there are stages while the previous item's last step reads its queries.
+                before = jnp.minimum(max(0, call.spec.stages - 2), num_steps - 1)
+                pl.when(n == before)(lambda: _copy_queries(call, item, item_index))
             return blocks_done + 1
 
-        return lax.fori_loop(0, item.num_steps, step, blocks_done), item_index + 1
+        return lax.fori_loop(0, num_steps, step, blocks_done), item_index + 1
 
-    for_each_item(call, copy_item, (I32(0), I32(0)))
+    for_each_item(call, copy_item, (I32(0), I32(0)), keys_per_step=call.spec.keys_per_unit)
+
+
+def split_steps(spec: PagedSpec, item: WorkItem, first_unit: Any, num_units: Any) -> tuple[Any, Any]:
+    """Returns the first step of units of splits of an item, and the step after their last one, counted from key 0.
+
+    An item without keys has one step.
+    """
+    first = jnp.maximum(first_unit * spec.steps_per_unit, lax.div(item.first_key, I32(KEYS_PER_STEP)))
+    key_steps = lax.div(item.key_end + (KEYS_PER_STEP - 1), I32(KEYS_PER_STEP))
+    end = jnp.minimum((first_unit + num_units) * spec.steps_per_unit, key_steps)
+    return first, jnp.maximum(end, first + 1)
+
+
+def item_rows(spec: PagedSpec, token: Any, head: Any) -> tuple[Any, Any]:
+    """Returns the row of the queries in place with which a token's tile begins, a multiple of eight, and the first row
+    of the tile that has a query head of this KV head.
+    """
+    row = (token * spec.tiles_per_item + head) * spec.heads_per_tile
+    offset = lax.rem(row, I32(SWIZZLE_ATOM_ROWS))
+    return pl.multiple_of(row - offset, SWIZZLE_ATOM_ROWS), offset
 
 
 def _copy_queries(call: Call, item: WorkItem, item_index: Any) -> None:
@@ -40,7 +69,15 @@ def _copy_queries(call: Call, item: WorkItem, item_index: Any) -> None:
     _, head = program_and_head_tile(call)
     # The first item finds the queries' memory free.
     pl.when(item_index > 0)(lambda: plgpu.barrier_wait(shared.q_free))
-    row = head * spec.query_rows_per_kv_head + call.operands["items"][item.query_row, 6] * spec.rows_per_token
+    row = call.operands["items"][item.query_row, 6]
+    if spec.queries_in_place:
+        rows = spec.rows_per_token
+        first, _ = item_rows(spec, row, head)
+        plgpu.copy_gmem_to_smem(
+            call.operands["query"].at[pl.ds(first, rows), :], shared.q.at[pl.ds(0, rows)], shared.q_full
+        )
+        return
+    row = head * spec.query_rows_per_kv_head + row * spec.rows_per_token
     plgpu.copy_gmem_to_smem(call.operands["query"].at[pl.ds(row, WGMMA_M), :], shared.q, shared.q_full)
 
 

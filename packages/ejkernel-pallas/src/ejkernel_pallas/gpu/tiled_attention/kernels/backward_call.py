@@ -124,10 +124,11 @@ class ScoreFunctions:
         call, mask = self.call, self.mask
         if mask is None:
             return scores
-        first_query = mask.query_block_index * call.tile.block_q
-        query_limits = tile_masks.query_column_range(call.spec, WGMMA_M, first_query, mask.first_key)
-        ids = None if mask.row_ids is None else (mask.row_ids, call.buffers["q_ids"].at[mask.slot])
-        scores = tile_masks.mask_outside_query_range(scores, *query_limits, ids, mask.words)
+        if not call.spec.masks_by_function_alone(call.tile.block_kv):
+            first_query = mask.query_block_index * call.tile.block_q
+            query_limits = tile_masks.query_column_range(call.spec, WGMMA_M, first_query, mask.first_key)
+            ids = None if mask.row_ids is None else (mask.row_ids, call.buffers["q_ids"].at[mask.slot])
+            scores = tile_masks.mask_outside_query_range(scores, *query_limits, ids, mask.words)
         return scores if self.pairs is None else pair_functions.mask_pairs(call.spec, scores, self.pairs)
 
     def weights_and_slopes(self, weights: Any, unmodified_scores: Any) -> Iterator[Any]:

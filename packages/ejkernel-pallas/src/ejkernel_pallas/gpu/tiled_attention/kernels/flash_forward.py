@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.arithmetic import LN2, LOG2E
-from ejkernel_pallas.gpu.hopper import arrays, tile_scheduler, wgmma
+from ejkernel_pallas.gpu.hopper import arrays, fixed_splits, tile_scheduler, wgmma
 from ejkernel_pallas.gpu.hopper.arrays import broadcast_to_columns
 from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.ping_pong import ping_pong_pass, ping_pong_wait
@@ -32,6 +32,7 @@ from ejkernel_pallas.gpu.tiled_attention.kernels import (
     online_softmax,
     paged_producer,
     pair_functions,
+    split_totals,
     tile_masks,
 )
 from ejkernel_pallas.gpu.tiled_attention.kernels.dropout import zero_dropped_weights
@@ -62,6 +63,7 @@ class ConsumerState(NamedTuple):
         row_max: Running maximum of every row, in base 2.
         row_sum: Running sum of every row, over a thread's own columns.
         weights: P of the last key block, not yet multiplied by its values.
+        totals: Number, maximum and sum of the splits that have been folded; None without splits.
     """
 
     key_blocks_done: Any
@@ -69,6 +71,7 @@ class ConsumerState(NamedTuple):
     row_max: Any
     row_sum: Any
     weights: Any
+    totals: split_totals.FoldedSplits | None = None
 
 
 def forward_kernel(call: Call) -> None:
@@ -120,7 +123,10 @@ def _process_query_tile(call: Call, carry: Any) -> Any:
     plgpu.barrier_wait(shared.q_full.at[buffer])
     query_tile = query_tile_of_warpgroup(call, item, buffer, warpgroup)
     state = _prologue(call, query_tile, start, step)
-    if call.tile.query_buffers > 1:
+    if spec.blocks_per_split:
+        # Outputs are written through the memory of totals, which TMA has read by now, a whole prologue later.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    elif call.tile.query_buffers > 1:
         # Outputs are written through the buffer of their queries. The last tile's buffer is free once TMA has read it,
         # as it has by now, a whole prologue later: this does not stall.
         pl.when(nth_tile > 0)(lambda: release_queries(call, call.query_buffer_index(nth_tile - 1, warpgroup)))
@@ -133,17 +139,20 @@ def _process_query_tile(call: Call, carry: Any) -> Any:
             full_start, full_end = jnp.minimum(full_start, end), jnp.minimum(full_end, end)
         if spec.masks_before_full_tiles:
             state = lax.fori_loop(start + 1, full_start, functools.partial(process_block, "lower"), state)
-        state = lax.fori_loop(full_start, full_end, functools.partial(process_block, None), state)
+        state = _process_full_blocks(call, functools.partial(process_block, None), full_start, full_end, state)
         state = lax.fori_loop(full_end, end, functools.partial(process_block, "both"), state)
     else:
         state = lax.fori_loop(start + 1, stop, functools.partial(process_block, None), state)
-    _epilogue(call, query_tile, _add_last_product(call, state))
+    if spec.blocks_per_split:
+        # All scores are done, and no output is written through the queries' buffer.
+        plgpu.barrier_arrive(shared.q_free.at[buffer])
+    _epilogue(call, query_tile, split_totals.add_last_split(call, _add_last_product(call, state)))
     step = (
         state.key_blocks_done
         if end is stop
         else lax.fori_loop(end, stop, functools.partial(_skip_key_block, call), state.key_blocks_done)
     )
-    if call.tile.query_buffers == 1:
+    if call.tile.query_buffers == 1 and not spec.blocks_per_split:
         release_queries(call, buffer)
     return nth_tile + 1, step, *next_item
 
@@ -186,18 +195,48 @@ def _prologue(call: Call, query_tile: QueryTile, first_block: Any, key_blocks_do
         row_max,
         row_sum,
         _weights_as_operand(call, weights),
+        split_totals.empty_totals(call.spec),
     )
 
 
+def _process_full_blocks(call: Call, process_block: Any, first: Any, end: Any, state: ConsumerState) -> ConsumerState:
+    """Processes key blocks without masks. Blocks with which splits begin have a copy of the code, so that no others
+    test for it.
+    """
+    if not call.spec.blocks_per_split:
+        return lax.fori_loop(first, end, process_block, state)
+    boundaries = call.spec.split_boundaries
+    inside, begins = (functools.partial(process_block, begins_split=x) for x in (False, True))
+
+    def process_split(carry: Any) -> Any:
+        index, state = carry
+        stop = jnp.minimum(end, boundaries.next_begin(index))
+        return stop, lax.fori_loop(index + 1, stop, inside, begins(index, state))
+
+    middle = jnp.minimum(end, boundaries.next_begin(first - 1))
+    state = lax.fori_loop(first, middle, inside, state)
+    return lax.while_loop(lambda carry: carry[0] < end, process_split, (jnp.maximum(first, middle), state))[1]
+
+
 def _process_key_block(
-    call: Call, query_tile: QueryTile, masked_bounds: MaskedBounds, index: Any, state: ConsumerState
+    call: Call,
+    query_tile: QueryTile,
+    masked_bounds: MaskedBounds,
+    index: Any,
+    state: ConsumerState,
+    begins_split: bool | None = None,
 ) -> ConsumerState:
-    """Processes one key block: its scores S(j), and the last block's P(j-1) V(j-1) while they are exponentiated."""
+    """Processes one key block: its scores S(j), and the last block's P(j-1) V(j-1) while they are exponentiated.
+
+    `begins_split` is whether a split begins with the block, None if its index says it.
+    """
     shared, warpgroups = call.shared, call.tile.consumer_warpgroups
     slot, last = call.stage_of_key_block(state.key_blocks_done), call.stage_of_key_block(state.key_blocks_done - 1)
 
     # A pattern's mask words come from HBM: their loads are in flight while the keys are awaited.
     mask = _load_key_block_mask(call, query_tile, index, masked_bounds)
+    begins = split_totals.begins_split(call, index) if begins_split is None else begins_split
+    row_max, row_sum = split_totals.rows_before_block(begins, state.row_max, state.row_sum)
 
     def multiply(refs: Any) -> None:
         acc_ref, *softmax_refs = refs
@@ -215,10 +254,8 @@ def _process_key_block(
         valid_key_words = _valid_key_bits(call, masked_bounds, slot)
         plgpu.barrier_arrive(shared.k_free.at[slot])
         scores = _cap_and_mask_scores(call, query_tile, mask.add_mask_words(valid_key_words), masked_bounds, scores)
-        row_max, row_sum, weights, alpha = online_softmax.exponentiate(
-            call.spec, scores, state.row_max, state.row_sum, masked_bounds is None
-        )
-        new = row_max, row_sum, _apply_dropout(call, query_tile, state.key_blocks_done, weights), alpha
+        *rows, weights, alpha = online_softmax.exponentiate(call.spec, scores, row_max, row_sum, masked_bounds is None)
+        new = *rows, _apply_dropout(call, query_tile, state.key_blocks_done, weights), alpha
         for ref, value in zip(softmax_refs, new, strict=True):
             ref[...] = value
 
@@ -227,9 +264,11 @@ def _process_key_block(
     results: Any = pl.run_state(multiply)(refs)
     acc, row_max, row_sum, weights, alpha = results
     plgpu.barrier_arrive(shared.v_free.at[last])
+    # The accumulator now has all blocks before this one.
+    totals, alpha = split_totals.fold_finished_split(call, begins, acc, state, alpha)
     # Hazard: registers of an accumulator must not be touched while a WGMMA writes them. Leaving run_state waits for it.
     acc = online_softmax.rescale_accumulator(call.spec, acc, alpha)
-    return ConsumerState(state.key_blocks_done + 1, acc, row_max, row_sum, _weights_as_operand(call, weights))
+    return ConsumerState(state.key_blocks_done + 1, acc, row_max, row_sum, _weights_as_operand(call, weights), totals)
 
 
 def _skip_key_block(call: Call, _: Any, key_blocks_done: Any) -> Any:
@@ -292,45 +331,39 @@ def _cap_and_mask_scores(
     if spec.soft_cap is not None and not (masked_bounds is None and spec.fuses_soft_cap):
         scores = jnp.tanh(scores * spec.product_scale)
     if spec.has_pair_functions:
-        # Addresses are recomputed for every key block: hoisted out of the loop, they would take registers.
-        batch, head, row = lax.optimization_barrier(
-            (query_tile.item.batch_row, query_tile.item.head, query_tile.first_query)
-        )
+        batch, head, row = query_tile.item.batch_row, query_tile.item.head, query_tile.first_query
+        if not spec.hoists_function_inputs:
+            # Addresses are recomputed for every key block: hoisted out of the loop, they would take registers.
+            batch, head, row = lax.optimization_barrier((batch, head, row))
         pairs = pair_functions.PairTile(call.operands, batch, head, row, key, rows_are_queries=True)
         scores = pair_functions.modify_scores(spec, scores, pairs)
         scores = scores if masked_bounds is None else pair_functions.mask_pairs(spec, scores, pairs)
-    if masked_bounds is None:
+    if masked_bounds is None or spec.masks_by_function_alone(call.tile.block_kv):
         return scores
     if query_tile.paged_tile is None:
         first, last, unsorted = *tile_masks.key_column_range(spec, WGMMA_M, query_tile.first_query, key), None
     else:
         first, last, unsorted = *tile_masks.paged_key_column_range(spec, WGMMA_M, query_tile.paged_tile, key), None
-    if spec.has_segments:
-        first, last, unsorted = _segment_column_range(call, query_tile, key)
+    if spec.has_key_ranges:
+        first, last, unsorted = _loaded_column_range(call, query_tile, key)
     last = None if masked_bounds == "lower" else last
     return tile_masks.mask_outside_key_range(scores, first, last, unsorted, mask.mask_words)
 
 
-def _segment_column_range(
-    call: Call, query_tile: QueryTile, key: Any
-) -> tuple[Any, Any, tile_masks.UnsortedSegmentIds]:
-    """Returns the first and last column of every row with segment ids, and the ids that must be compared."""
+def _loaded_column_range(call: Call, query_tile: QueryTile, key: Any) -> tuple[Any, Any, tile_masks.UnsortedKeys]:
+    """Returns the first and last column of every row with segment ids or positions, and what must be compared."""
     first, last = (arrays.load_row_vector(call.shared.key_ranges.at[query_tile.query_buffer_index, n]) for n in (0, 1))
-    # `UNSORTED_MARK` was added to rows whose segments are not one range of keys: there ids are compared.
+    # `UNSORTED_MARK` was added to rows whose keys are not one range: there ids or positions are compared.
     unsorted = last >= UNSORTED_MARK
     # Addresses are recomputed for every key block: hoisted out of the loop, they would take registers.
     batch, row = lax.optimization_barrier((query_tile.item.batch_row, query_tile.first_query))
-    item, q_ids, k_ids = (
-        dataclasses.replace(query_tile.item, batch_row=batch),
-        call.operands["q_ids"],
-        call.operands["k_ids"],
-    )
-    rows, columns = (
-        q_ids.at[item.batch_row_of(q_ids), pl.ds(row, WGMMA_M)],
-        k_ids.at[item.batch_row_of(k_ids), pl.ds(key, call.tile.block_kv)],
-    )
+    item, names = dataclasses.replace(query_tile.item, batch_row=batch), ("q_limits", "k_positions")
+    q_ids, k_ids = (call.operands[x] for x in (("q_ids", "k_ids") if call.spec.has_segments else names))
+    of_rows = item.batch_row_of(q_ids), pl.ds(row, WGMMA_M)
+    rows = tuple(q_ids.at[of_rows[0], n, of_rows[1]] for n in (0, 1)) if q_ids.ndim == 3 else (q_ids.at[of_rows],)
+    columns = k_ids.at[item.batch_row_of(k_ids), pl.ds(key, call.tile.block_kv)]
     last = jnp.where(unsorted, last - UNSORTED_MARK, last)
-    return first - key, last - key, tile_masks.UnsortedSegmentIds(unsorted.astype(jnp.int32), rows, columns)
+    return first - key, last - key, tile_masks.UnsortedKeys(unsorted.astype(jnp.int32), rows, columns)
 
 
 def _apply_dropout(call: Call, query_tile: QueryTile, key_blocks_done: Any, weights: Any) -> Any:
@@ -368,7 +401,11 @@ def _add_last_product(call: Call, state: ConsumerState) -> ConsumerState:
 
 def _epilogue(call: Call, query_tile: QueryTile, state: ConsumerState) -> None:
     """Adds the sink to the denominator, normalises the accumulator, and writes output and lse."""
-    (_, acc, row_max, row_sum, _), spec = state, call.spec
+    (_, acc, row_max, row_sum, _, totals), spec = state, call.spec
+    if totals is not None:
+        output = acc * broadcast_to_columns(fixed_splits.output_scale(totals.rows, spec.dropout_scale), acc.shape)
+        write_output(call, query_tile, output, fixed_splits.log_sum_exp(totals.rows))
+        return
     row_sum = online_softmax.reduce_row_sum(row_sum)
     if spec.has_sinks:
         sinks = call.operands["sinks"]

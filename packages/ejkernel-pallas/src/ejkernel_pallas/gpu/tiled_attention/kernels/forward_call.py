@@ -33,11 +33,14 @@ class SharedMemory:
         q_dropout_keys: Dropout's keys of queries, [buffers * warpgroups, 64], or None.
         k_dropout_keys: Dropout's keys of keys, [stages + 1, block], or None. They arrive with the keys, and are read
             when those may already be overwritten: one slot more than stages.
-        key_ranges: First and last key of every query with segment ids, [buffers * warpgroups, 2, 64], or None.
+        key_ranges: First and last key of every query with segment ids or positions, [buffers * warpgroups, 2, 64], or
+            None.
         v_copied: Mbarrier: values that include padding have arrived, or None.
         output: Outputs in the memory of the queries if head dimensions differ, [64-column tiles, 64, 64], or None.
         valid_key_words: [stages] int32, the existing keys of a block, from `PagedKeyAccess.valid_key_word`; None
             without pages.
+        split_totals: Accumulators of the splits that have been folded, [warpgroups, ...] in memory of their threads;
+            None without splits.
     """
 
     q: Any
@@ -59,6 +62,7 @@ class SharedMemory:
     v_copied: Any = None
     output: Any = None
     valid_key_words: Any = None
+    split_totals: Any = None
 
 
 class PagedTile(NamedTuple):

@@ -65,8 +65,14 @@ def _write_tile(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> Non
 
 
 def _output_columns_and_buffers(call: Call, query_tile: QueryTile) -> list[tuple[Any, Any]]:
-    """Returns columns of a warpgroup's output, None for all, and their shared memory, which is that of its queries."""
+    """Returns columns of a warpgroup's output, None for all, and their shared memory, which is that of its queries, or
+    of its total of splits.
+    """
     spec = call.spec
+    if spec.blocks_per_split:
+        count = spec.value_dim // SWIZZLE_COLUMNS
+        first = lax.axis_index("warpgroup") * (2 * count)
+        return [(pl.ds(n * SWIZZLE_COLUMNS, SWIZZLE_COLUMNS), call.shared.output.at[first + n]) for n in range(count)]
     if spec.value_dim == spec.head_dim:
         return [(None, call.shared.q.at[query_tile.query_buffer_index])]
     # Outputs narrower than queries leave some of the buffer unused; the other warpgroup's buffer is not touched.

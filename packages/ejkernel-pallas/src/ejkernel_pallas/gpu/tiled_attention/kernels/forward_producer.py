@@ -102,7 +102,7 @@ def _copy_queries(call: Call, item: tile_scheduler.WorkTile, nth_tile: Any, warp
         plgpu.copy_gmem_to_smem(
             numbers.at[item.batch_row_of(numbers), item.head, rows], shared.q_dropout_keys.at[buffer], full
         )
-    if call.spec.has_segments:
+    if call.spec.has_key_ranges:
         ranges = call.operands["ranges"]
         plgpu.copy_gmem_to_smem(ranges.at[item.batch_row_of(ranges), :, rows], shared.key_ranges.at[buffer], full)
 

@@ -52,11 +52,30 @@ def exponentiate(spec: HopperSpec, scores: Any, row_max: Any, row_sum: Any, is_f
             sums = _thread_row_sum(weights)
         # No alpha: with a fixed maximum `rescale_accumulator` does nothing, so any value will do.
         return row_max, row_sum + sums, weights, row_max
+    if spec.blocks_per_split:
+        return add_key_block(scores, spec.softmax_scale_log2, row_max, row_sum)
     new_max = jnp.maximum(row_max, scores.max(axis=1) * spec.softmax_scale_log2)
     if spec.rescales_lazily:
         # A maximum that increased by less is kept: alpha is exactly 1, and the warp may skip the accumulator.
         new_max = jnp.where(new_max - row_max > RESCALE_THRESHOLD, new_max, row_max)
     weights = jnp.exp2(scores * spec.softmax_scale_log2 - broadcast_to_columns(new_max, scores.shape))
+    alpha = jnp.exp2(row_max - new_max)
+    return new_max, row_sum * alpha + _thread_row_sum(weights), weights, alpha
+
+
+def add_key_block(scores: Any, scale_log2: float, row_max: Any, row_sum: Any) -> tuple[Any, ...]:
+    """Returns the new `row_max` and `row_sum`, the weights, and alpha of a block of a split.
+
+    Prefill and decoding call it, so that a row has the same bits in both.
+
+    Args:
+        scores: Float32 [rows, columns], raw products, -inf where nothing attends.
+        scale_log2: Factor that converts them to base 2.
+        row_max: As in `exponentiate`.
+        row_sum: As in `exponentiate`.
+    """
+    new_max = jnp.maximum(row_max, _max_of_rows(scores) * scale_log2)
+    weights = jnp.exp2(scores * scale_log2 - broadcast_to_columns(new_max, scores.shape))
     alpha = jnp.exp2(row_max - new_max)
     return new_max, row_sum * alpha + _thread_row_sum(weights), weights, alpha
 
@@ -84,6 +103,27 @@ def reduce_row_sum(row_sum: jax.Array) -> jax.Array:
         return replace_row_values(rows, sums)
 
     return add(row_sum)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+
+
+def _max_of_rows(scores: jax.Array) -> jax.Array:
+    """Returns the maximum of every row. Unlike a reduction of Pallas it reserves no shared memory, which is short."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA,),
+        return_type=plgpu.ShapeDtypeStruct(scores.shape[:1], jnp.float32, layout=ROW_LAYOUT),
+    )
+    def reduce(_: Any, tile: Any) -> Any:
+        registers, maxima = list(tile.registers.flat), []
+        for row in (0, 1):  # registers alternate between a thread's two rows
+            values = [value for register in registers[row::2] for value in unpack_pair(register)]
+            while len(values) > 1:
+                values = [arith.maximumf(x, y) for x, y in zip(values[::2], values[1::2], strict=True)]
+            for distance in (1, 2):  # the four threads of a row are neighbours
+                values = [arith.maximumf(x, mgpu.utils.shfl_bfly(x, distance)) for x in values]
+            maxima += values
+        return replace_row_values(row_vector_like(tile, maxima[0]), maxima)
+
+    return reduce(scores)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
 def _thread_row_sum(weights: jax.Array) -> jax.Array:

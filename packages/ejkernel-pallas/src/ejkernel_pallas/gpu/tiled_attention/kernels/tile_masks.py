@@ -28,18 +28,19 @@ from ejkernel_pallas.gpu.tiled_attention.spec import COLUMNS_PER_MASK_WORD_SPAN,
 UNREACHABLE_COLUMN = 2**30
 
 
-class UnsortedSegmentIds(NamedTuple):
-    """Segment ids that are not sorted, so that the keys of a query are not contiguous.
+class UnsortedKeys(NamedTuple):
+    """Segment ids or positions that are not sorted, so that the keys of a query are not contiguous.
 
     Attributes:
         is_unsorted: Whether they are unsorted, int32 [rows], the same for all rows.
-        row_ids: Reference to int32 [rows] in device memory.
-        column_ids: Reference to int32 [columns].
+        rows: References to int32 [rows] in device memory: to the id that a column must have, or to the first and the
+            last position that it may have.
+        columns: Reference to int32 [columns], their ids or positions.
     """
 
     is_unsorted: Any
-    row_ids: Any
-    column_ids: Any
+    rows: tuple[Any, ...]
+    columns: Any
 
 
 def key_column_range(
@@ -127,23 +128,23 @@ def mask_outside_key_range(
     scores: jax.Array,
     first_columns: jax.Array | None,
     last_columns: jax.Array | None,
-    unsorted_ids: UnsortedSegmentIds | None = None,
+    unsorted_keys: UnsortedKeys | None = None,
     pattern_words: tuple[jax.Array, ...] = (),
 ) -> jax.Array:
     """Returns scores with -inf in columns before `first_columns` and after `last_columns`, both int32 per row.
 
-    If `unsorted_ids` is set, also where the ids of row and column differ; and where the words of a pattern have no
-    bits.
+    If `unsorted_keys` is set, also where the id or position of the column is not one of the row's; and where the words
+    of a pattern have no bits.
 
     The columns that a thread keeps of a row are bits of a word, from which the assembler makes seven predicates at a
     time; comparisons would be two or three per score, which is more than its exponential takes.
     """
-    if first_columns is None and last_columns is None and unsorted_ids is None and not pattern_words:
+    if first_columns is None and last_columns is None and unsorted_keys is None and not pattern_words:
         return scores
     has_limit = [limit is not None for limit in (first_columns, last_columns)]
     limits = [plgpu.layout_cast(limit, ROW_LAYOUT) for limit in (first_columns, last_columns) if limit is not None]
-    refs = () if unsorted_ids is None else (unsorted_ids.row_ids, unsorted_ids.column_ids)
-    needs_compare = () if unsorted_ids is None else (plgpu.layout_cast(unsorted_ids.is_unsorted, ROW_LAYOUT),)
+    refs = () if unsorted_keys is None else (*unsorted_keys.rows, unsorted_keys.columns)
+    needs_compare = () if unsorted_keys is None else (plgpu.layout_cast(unsorted_keys.is_unsorted, ROW_LAYOUT),)
 
     @plgpu.inline_mgpu(
         arg_types=(
@@ -166,8 +167,8 @@ def mask_outside_key_range(
         words = [
             [_column_range_word(number, low, high) for number in numbers] for low, high in zip(*bounds, strict=True)
         ]
-        if unsorted_ids is not None:
-            words = _mask_other_segments(words, ids, scores.shape[1])
+        if unsorted_keys is not None:
+            words = _mask_other_keys(words, ids, scores.shape[1])
         for span, bits in enumerate(limit_vectors):
             for half, register in enumerate(bits.registers.flat):
                 words[half][span] = arith.andi(words[half][span], unpack_row_value(register))
@@ -296,14 +297,14 @@ def _first_row_of_thread() -> Any:
     )
 
 
-def _mask_other_segments(words: list[list[Any]], ids: tuple[Any, ...], num_columns: int) -> list[list[Any]]:
-    """Clears the bits of columns whose ids differ from the row's, if a flag is set."""
-    (rows, columns, needs_compare), all_registers, count = ids, [*words[0], *words[1]], len(words[0])
+def _mask_other_keys(words: list[list[Any]], ids: tuple[Any, ...], num_columns: int) -> list[list[Any]]:
+    """Clears the bits of columns whose ids or positions are not among the row's, if a flag is set."""
+    (*rows, columns, needs_compare), all_registers, count = ids, [*words[0], *words[1]], len(words[0])
     is_set = arith.cmpi(arith.CmpIPredicate.ne, unpack_row_value(needs_compare.registers.flat[0]), int32_constant(0))
-    # A uniform branch: ids are loaded only if segments are unsorted.
+    # A uniform branch: ids or positions are loaded only if they are unsorted.
     branch: Any = scf.IfOp(is_set, [int32_type()] * len(all_registers), has_else=True)
     with ir.InsertionPoint(branch.then_block):
-        same = _same_id_words(rows, columns, num_columns)
+        same = _attending_key_words(rows, columns, num_columns)
         scf.yield_([arith.andi(word, other) for word, other in zip(all_registers, same, strict=True)])
     with ir.InsertionPoint(branch.else_block):
         scf.yield_(all_registers)
@@ -311,21 +312,33 @@ def _mask_other_segments(words: list[list[Any]], ids: tuple[Any, ...], num_colum
     return [results[:count], results[count:]]
 
 
-def _same_id_words(row_ids: Any, column_ids: Any, num_columns: int) -> list[Any]:
-    """Returns bits of the columns with the ids of a thread's rows: the words of the first row, then of the second."""
+def _attending_key_words(rows: list[Any], columns: Any, num_columns: int) -> list[Any]:
+    """Returns bits of the columns with the ids of a thread's rows, or with positions between their limits: the words
+    of the first row, then of the second.
+    """
     row = _first_row_of_thread()
-    ids = [_load_id(row_ids, arith.addi(row, int32_constant(8 * half))) for half in (0, 1)]
-    words = [[int32_constant(0)] * cdiv(num_columns, COLUMNS_PER_MASK_WORD_SPAN) for _ in ids]
+    values = [[_load_id(ref, arith.addi(row, int32_constant(8 * half))) for ref in rows] for half in (0, 1)]
+    words = [[int32_constant(0)] * cdiv(num_columns, COLUMNS_PER_MASK_WORD_SPAN) for _ in values]
     for place in range(num_columns // 4):
         column_group, n = divmod(place, 2)
-        column = _load_id(column_ids, arith.addi(first_column_of_thread(), int32_constant(column_group * 8 + n)))
+        column = _load_id(columns, arith.addi(first_column_of_thread(), int32_constant(column_group * 8 + n)))
         word, bit = divmod(place, WORD_BITS)
-        for words_row, number in zip(words, ids, strict=True):
-            same = arith.cmpi(arith.CmpIPredicate.eq, number, column)
+        for words_row, row_values in zip(words, values, strict=True):
+            attends = _is_key_of_row(row_values, column)
             words_row[word] = arith.ori(
-                words_row[word], arith.select(same, int32_constant(as_int32(1 << bit)), int32_constant(0))
+                words_row[word], arith.select(attends, int32_constant(as_int32(1 << bit)), int32_constant(0))
             )
     return [*words[0], *words[1]]
+
+
+def _is_key_of_row(row_values: list[Any], column: Any) -> Any:
+    """Returns whether a column has the row's id, or a position between the row's limits."""
+    if len(row_values) == 1:
+        return arith.cmpi(arith.CmpIPredicate.eq, row_values[0], column)
+    low, high = row_values
+    return arith.andi(
+        arith.cmpi(arith.CmpIPredicate.sle, low, column), arith.cmpi(arith.CmpIPredicate.sle, column, high)
+    )
 
 
 def _load_id(ids: Any, index: Any) -> Any:

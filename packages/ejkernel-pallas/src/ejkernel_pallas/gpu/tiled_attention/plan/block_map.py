@@ -25,13 +25,20 @@ from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 QueryAndKeySegmentIds = tuple[jax.Array, jax.Array] | None
 
 
-def key_block_ranges(spec: HopperSpec, ids: QueryAndKeySegmentIds, block_q: int, block_kv: int) -> Any:
+def key_block_ranges(
+    spec: HopperSpec,
+    ids: QueryAndKeySegmentIds,
+    block_q: int,
+    block_kv: int,
+    positions: tuple[jax.Array, jax.Array] | None = None,
+) -> Any:
     """Returns the range of key blocks of every query tile: int32 [B|1, query tiles, 4], as `_block_range_table`
     has them.
 
-    A tile without work gets block 0, fully masked, so that the same code writes every output.
+    A tile without work gets block 0, fully masked, so that the same code writes every output. With `positions` of
+    queries [B|1, T] and keys [B|1, S], the band is one of positions.
     """
-    some, every = _classify_tile_pairs(spec, ids, block_q, block_kv)
+    some, every = _classify_tile_pairs(spec, ids, block_q, block_kv, positions)
     (first, last), full = _nonempty_block_range(some, every)
     return _block_range_table(_numpy_or_jax_where(last == 0, 0, first), _numpy_or_jax_where(last == 0, 1, last), full)
 
@@ -65,20 +72,29 @@ def zero_padded_tokens(x: jax.Array, ids: jax.Array) -> jax.Array:
     return jnp.where((ids >= 0)[:, :, None, None], x, 0)
 
 
-def _classify_tile_pairs(spec: HopperSpec, ids: QueryAndKeySegmentIds, block_q: int, block_kv: int) -> tuple[Any, Any]:
+def _classify_tile_pairs(
+    spec: HopperSpec,
+    ids: QueryAndKeySegmentIds,
+    block_q: int,
+    block_kv: int,
+    positions: tuple[jax.Array, jax.Array] | None = None,
+) -> tuple[Any, Any]:
     """Returns whether some and every pair of two tiles attend, both [B|1, query tiles, key tiles]."""
     (q_low, q_high), (k_low, k_high) = (
         _tile_extents_of_indices(spec.q_len, block_q),
         _tile_extents_of_indices(spec.kv_len, block_kv),
     )
-    some = np.ones((1, len(q_low), len(k_low)), bool)
-    every = some & (k_low + block_kv <= spec.kv_len)
+    some: Any = np.ones((1, len(q_low), len(k_low)), bool)
+    every: Any = some & (k_low + block_kv <= spec.kv_len)
+    if positions is not None:
+        (q_low, q_high), (k_low, k_high) = map(_tile_extents_of_positions, positions, (block_q, block_kv))
+    q_low, q_high, k_low, k_high = q_low[..., None], q_high[..., None], k_low[..., None, :], k_high[..., None, :]
     if spec.left_window is not None:
-        some = some & (k_high >= q_low[:, None] - spec.left_window)
-        every = every & (k_low >= q_high[:, None] - spec.left_window)
+        some = some & (k_high >= q_low - spec.left_window)
+        every = every & (k_low >= q_high - spec.left_window)
     if spec.right_window is not None:
-        some = some & (k_low <= q_high[:, None] + spec.right_window)
-        every = every & (k_high <= q_low[:, None] + spec.right_window)
+        some = some & (k_low <= q_high + spec.right_window)
+        every = every & (k_high <= q_low + spec.right_window)
     if ids is None:
         return some, every
     q, k = find_tile_extents(ids[0], block_q), find_tile_extents(ids[1], block_kv)
@@ -94,6 +110,14 @@ def _tile_extents_of_indices(num_tokens: int, block: int) -> tuple[np.ndarray, n
     """Returns first and last index of every tile."""
     low = np.arange(num_tiles(num_tokens, block)) * block
     return low, np.minimum(low + block, num_tokens) - 1
+
+
+def _tile_extents_of_positions(positions: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
+    """Returns smallest and largest of the positions [B|1, length] of every tile."""
+    padded = jnp.pad(positions, ((0, 0), (0, -positions.shape[1] % block)), mode="edge")
+    tiles = padded.reshape(padded.shape[0], -1, block)
+    low, high = reduce_last_axis([tiles, tiles], (MIN_REDUCTION, MAX_REDUCTION))
+    return low, high
 
 
 def _nonempty_block_range(any_attends: Any, all_attend: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
