@@ -64,6 +64,7 @@ class Measured:
         options: Its keyword arguments.
         arguments: Arrays -> positional and keyword arguments.
         output: Result -> the array that is compared.
+        has_gradients: Whether the gradients of the arrays are computed and compared, too.
     """
 
     label: str
@@ -74,8 +75,16 @@ class Measured:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     arguments: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] = lambda *arrays: (arrays, {})
     output: Callable[[Any], Any] = lambda result: result
+    has_gradients: bool = False
 
     def __call__(self, *arrays: Any) -> Any:
+        if not self.has_gradients:
+            return self._run(*arrays)
+        output, pullback = jax.vjp(self._run, *arrays)
+        results = output, *pullback(output)
+        return jnp.concatenate([x.reshape(x.shape[0], -1) for x in results], axis=1)
+
+    def _run(self, *arrays: Any) -> Any:
         arguments, named = self.arguments(*arrays)
         return self.output(self.function(*arguments, **named, **self.options))
 
@@ -109,6 +118,24 @@ def dense(batch: int, queries: int, keys: int, dtype: Any) -> Measured:
     key, value = (normal(seed, batch, keys, kv_heads, size, dtype=dtype) for seed in (1, 2))
     label = f"{batch} x {queries} queries, {keys} keys"
     return rows_of_batch(label, flash_attention, (query, key, value), options={"causal": queries > 1})
+
+
+def trained(batch: int, tokens: int, dtype: Any) -> Measured:
+    """Dense attention and its gradients."""
+    call = dense(batch, tokens, tokens, dtype)
+    return dataclasses.replace(call, label=f"{call.label}, and gradients", has_gradients=True)
+
+
+def chunked(batch: int, queries: int, keys: int, dtype: Any) -> Measured:
+    """The last queries of prompts, with positions."""
+    call = dense(batch, queries, keys, dtype)
+    positions = jnp.arange(keys, dtype=jnp.int32)[None]
+
+    def arguments(query: Any, key: Any, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        mask = MaskInfo(q_positions=positions[:, keys - query.shape[1] :], kv_positions=positions)
+        return (query, key, value), {"mask_info": mask}
+
+    return dataclasses.replace(call, label=f"{call.label}, a chunk", options={"causal": True}, arguments=arguments)
 
 
 def packed(batch: int, tokens: int, segments: int, dtype: Any) -> Measured:
@@ -269,6 +296,9 @@ def calls(quick: bool) -> Iterator[Measured]:
     length, channels, entries = (4096, 4096, 32768) if large else (256 if quick else 1024, 512, 4096)
     groups, matrix = (128, (2048, 1536)) if large else (8, (512, 1024))
     yield dense(batch, length, length, dtype)
+    yield trained(batch, length, dtype)
+    yield chunked(batch, length // 8, length, dtype)
+    yield chunked(decoding, 1, length, dtype)
     yield dense(decoding, 1, length, dtype)
     yield packed(batch, length, 4, dtype)
     yield paged(decoding, length, dtype)

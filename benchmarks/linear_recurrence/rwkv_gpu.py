@@ -8,7 +8,8 @@
 
 Log decays are of three strengths: -exp(uniform(-6, 0)) per channel, about the range of a trained RWKV-6; those of a
 fresh RWKV-7 layer, -exp(-0.5) sigmoid(normal), which are bounded; and harsh ones, -exp(2 normal), of which 2% are -inf.
-Flash-linear-attention runs with the bounded ones, as `safe_gate` wants, after its own autotuning, which takes minutes.
+Flash-linear-attention runs with the bounded ones, as `safe_gate` asks, after its own autotuning, which takes minutes
+(the configurations of a kernel are compiled in several threads).
 Outputs are compared with the reference in float32 on a short row first. Sides are interleaved, several calls a sample,
 and medians are printed.
 """
@@ -101,11 +102,10 @@ def graded(operation: Callable[..., Any], *arrays: jax.Array) -> Any:
     return jax.grad(total, tuple(range(len(arrays))))(*arrays)
 
 
-def fla_sides(arrays: dict[str, jax.Array]) -> dict[str, shared.turns.TimedCall]:
-    """Returns both passes of flash-linear-attention's operations, of `chunk_rwkv7` with its default and with
-    `safe_gate`.
-    """
+def fla_sides(names: list[str], arrays: dict[str, jax.Array]) -> dict[str, shared.turns.TimedCall]:
+    """Returns both passes of flash-linear-attention's form of each operation; `chunk_rwkv7` also has `safe_gate`."""
     shared.gpu_peers.keep_triton_cache()
+    shared.gpu_peers.compile_configurations_in_parallel()
     import torch
     from fla.ops.rwkv6 import chunk_rwkv6
     from fla.ops.rwkv7 import chunk_rwkv7
@@ -128,11 +128,12 @@ def fla_sides(arrays: dict[str, jax.Array]) -> dict[str, shared.turns.TimedCall]
 
         return forward, both
 
-    calls = {
-        "fla chunk_rwkv6": passes(chunk_rwkv6, of_rwkv6),
-        "fla chunk_rwkv7": passes(chunk_rwkv7, of_rwkv7),
-        "fla chunk_rwkv7 safe_gate": passes(chunk_rwkv7, of_rwkv7, safe_gate=True, chunk_size=64),
-    }
+    calls = {}
+    if "rwkv6" in names:
+        calls["fla chunk_rwkv6"] = passes(chunk_rwkv6, of_rwkv6)
+    if "rwkv7_mul" in names:
+        calls["fla chunk_rwkv7"] = passes(chunk_rwkv7, of_rwkv7)
+        calls["fla chunk_rwkv7 safe_gate"] = passes(chunk_rwkv7, of_rwkv7, safe_gate=True, chunk_size=64)
     return {f"{name} {which}": call for name, both in calls.items() for which, call in zip(WHICH, both, strict=True)}
 
 
@@ -170,7 +171,8 @@ def rows(options: Namespace) -> Iterator[list[str]]:
     large = inputs(4, 8192, 16)
     sides = dict(library_sides(chosen_operations(options), large))
     if options.fla:
-        sides |= fla_sides(large | {"w": bounded_decays(jax.random.key(2), large["w"].shape)})
+        names = [operation.__name__ for operation in chosen_operations(options)]
+        sides |= fla_sides(names, large | {"w": bounded_decays(jax.random.key(2), large["w"].shape)})
     took = shared.turns.time_in_turns(sides, 5)
     for name in dict.fromkeys(side.rpartition(" ")[0] for side in sides):
         yield [name, *(f"{took[f'{name} {which}'] * 1e3:.2f}" for which in WHICH)]

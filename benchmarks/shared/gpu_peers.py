@@ -1,5 +1,7 @@
 """Other libraries' attention on a GPU, for the benchmarks: those that are installed, on the shapes that they can do."""
 
+import concurrent.futures
+import contextlib
 import functools
 import importlib.util
 import os
@@ -122,3 +124,24 @@ def keep_triton_cache() -> None:
     """Lets PyTorch's Triton kernels have a cache folder, which jax-triton turns off for the whole process."""
     if not os.environ.get("TRITON_CACHE_DIR", "unset"):
         del os.environ["TRITON_CACHE_DIR"]
+
+
+def compile_configurations_in_parallel(num_threads: int = 12) -> None:
+    """Lets Triton's autotuner compile the configurations of a kernel in threads before it times them in turn."""
+    from triton.runtime.autotuner import Autotuner  # noqa: TID251  the one of PyTorch's kernels
+
+    choose = Autotuner.prune_configs
+
+    def compile_and_choose(self: Any, kwargs: dict[str, Any]) -> list[Any]:
+        chosen = choose(self, kwargs)
+
+        def compile_one(config: Any) -> None:
+            # A configuration that does not compile fails again in the autotuner, which leaves it out.
+            with contextlib.suppress(Exception):
+                self.fn.run(*self.nargs.values(), **{**kwargs, **config.all_kwargs(), "warmup": True})
+
+        with concurrent.futures.ThreadPoolExecutor(num_threads) as threads:
+            list(threads.map(compile_one, chosen))
+        return chosen
+
+    Autotuner.prune_configs = compile_and_choose
