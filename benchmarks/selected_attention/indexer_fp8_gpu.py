@@ -42,13 +42,13 @@ Calls = dict[str, Callable[[], Any]]
 
 
 def rounded(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Numbers of 8 bits, and the scales that they were divided by."""
+    """Returns numbers of 8 bits, and the scales that they were divided by."""
     scales = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1) / LARGEST
     return (x / scales[..., None]).astype(FP8), scales
 
 
 def arrays_in_float8(case: lightning_indexer_gpu.Case) -> dict[str, jax.Array]:
-    """The arguments of a call."""
+    """Returns the arguments of a call."""
     query, key, weights = case.make_arrays()
     (query, query_scales), (key, key_scales) = rounded(query), rounded(key)
     names = {"query": query, "key": key, "weights": weights * HEADS**-0.5}
@@ -56,7 +56,7 @@ def arrays_in_float8(case: lightning_indexer_gpu.Case) -> dict[str, jax.Array]:
 
 
 def powers(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Powers of two from 1/4 to 4."""
+    """Returns powers of two from 1/4 to 4."""
     return jnp.ldexp(jnp.float32(1), jax.random.randint(key, shape, -2, 3))
 
 
@@ -122,7 +122,7 @@ def float8_kernels(case: lightning_indexer_gpu.Case, arrays: dict[str, jax.Array
     for tiles in config.candidates(record, current_device(), "forward"):
         call = jax.jit(lambda queries, keys, tiles=tiles: forward.ordered_scores(queries, keys, record, tiles))
         scores = call(newest, keys)
-        calls[f"scores, {tiles.split_keys} keys a split"] = functools.partial(call, newest, keys)
+        calls[f"scores, {tiles.split_keys} keys per split"] = functools.partial(call, newest, keys)
     select = jax.jit(functools.partial(forward.select_top_k, top_k=TOP_K))
     calls["selection"] = functools.partial(select, scores, newest.key_starts, newest.key_ends)
     return calls, chunk
@@ -148,7 +148,7 @@ def dense_products() -> Calls:
 
 
 def rows(case: lightning_indexer_gpu.Case, rounds: int) -> Iterator[list[str]]:
-    """Yields the lines of the table for a case, all sides in turns."""
+    """Yields the lines of the table for a case, all sides interleaved."""
     arrays, plain = arrays_in_float8(case), case.make_arrays()
     calls, chunk = float8_kernels(case, arrays)
     sides = {f"CUDA {name}": call for name, call in calls.items()}

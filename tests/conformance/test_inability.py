@@ -103,6 +103,7 @@ INABILITY = {
             rf"\w+: one of {N} packed sequences may have .*",
             rf"x: got {N} rows, the kernels have at most {N}",
             rf"query: got {N} queries per row, the kernel takes at most {N}",
+            rf"query: got {N} tiles of {N} queries, the kernel takes at most {N}",
             rf"query: got {N} words of lists and pages in scalar memory, the kernel takes {N}",
         ]
     ),

@@ -31,7 +31,8 @@ def contexts(use, monkeypatch):
     on_tpu = toy.implementation("traced_later", devices=frozenset({"tpu", "cpu"}), extra=spied("limit", lambda _: ()))
     use(toy.plugin(on_tpu))
     load_object.cache_clear()  # another test's functions have the same import path
-    return seen
+    yield seen
+    load_object.cache_clear()
 
 
 @pytest.mark.parametrize("policy", [isolate_sequences, second_derivatives, batch_invariant, forward_mode])

@@ -65,6 +65,14 @@ def test_declaration_errors_report_names_that_do_not_exist(implementation, sente
         ),
         (lambda: dataclasses.replace(GOOD, priority="high"), "priority of .*: got 'high', wants int or a function"),
         (lambda: dataclasses.replace(GOOD, priority=True), "priority of .*: got True, wants int or a function"),
+        (
+            lambda: dataclasses.replace(GOOD, priority_reason="fast"),
+            "priority_reason of .*: got 'fast', wants a function",
+        ),
+        (
+            lambda: dataclasses.replace(GOOD, invariance_limits=None),
+            "invariance_limits of .*: got None, wants a function",
+        ),
         (lambda: dataclasses.replace(GOOD, requires=None), "requires of .*: got None, wants Requires"),
         (lambda: dataclasses.replace(GOOD, config=None), "config of .*: got None, wants ConfigSpace"),
         (lambda: with_requires(devices="cpu"), "devices of Requires: got 'cpu', wants a frozenset of names"),

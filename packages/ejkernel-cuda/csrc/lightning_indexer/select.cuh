@@ -1,6 +1,6 @@
 // Selects the K largest scores of each row and sorts them, on chips from Ampere on. A block has one row.
 //
-//   2048 scores of the row, evenly spaced --a bit more than their share of K--> threshold
+//   2048 scores of the row, or more of a long one, evenly spaced --a bit more than their share of K--> threshold
 //   row of scores --one pass without barriers, those above the threshold--> candidates (shared memory)
 //   candidates --4096 buckets of their range--> by bucket --rank within the bucket--> the K largest, sorted
 //
@@ -90,7 +90,8 @@ struct Selection : SelectBlock<Slots> {
     }
   }
 
-  // A score that probably more than K of a row of at least 2048 are above, and not many more. Ends with a barrier.
+  // Returns a threshold that probably a few more than K scores of the row exceed; the row has at least 2048. Ends with
+  // a barrier.
   __device__ __forceinline__ uint32_t guess_threshold(const int* row, int start, int end) {
     const int keys = end - start, bits = 31 - __clz(keys);
     const int shift = bits < 16 ? 0 : bits < 21 ? bits - 15 : 6;  // longer rows have samples of up to 2^17 scores

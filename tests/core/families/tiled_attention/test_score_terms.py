@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from ejkernel.families.tiled_attention import TiledAttention
@@ -43,6 +44,8 @@ def test_a_soft_cap_is_found(cap, function):
         lambda score, b, h, q, k: 20.0 * jnp.sin(score / 20.0),
         lambda score, b, h, q, k: q * jnp.tanh(score / 20.0),
         lambda score, b, h, q, k: score * 2.0,
+        lambda score, b, h, q, k: np.inf * jnp.tanh(score / np.inf),
+        lambda score, b, h, q, k: np.nan * jnp.tanh(score / np.nan),
     ],
 )
 def test_other_functions_are_kept(function):
@@ -53,6 +56,13 @@ def test_other_functions_are_kept(function):
 def test_a_function_that_captures_an_array_is_kept():
     cap = jnp.float32(20.0) * jnp.ones(())
     record, found = as_soft_cap(lambda score, b, h, q, k: cap * jnp.tanh(score / cap))
+    assert found is record
+
+
+def test_a_function_after_a_bias_is_kept():
+    """A bias of -inf masks a pair before a soft cap, and is `-cap` after a function."""
+    bias = jnp.zeros((1, 1, 4, 4))
+    record, found = as_soft_cap(lambda score, b, h, q, k: 20.0 * jnp.tanh(score / 20.0), bias=bias)
     assert found is record
 
 

@@ -17,6 +17,7 @@ from ejkernel_pallas.gpu.hopper.split_boundaries import SplitBoundaries
 from ejkernel_pallas.gpu.latent_attention.kernels.call import for_each_item
 from ejkernel_pallas.gpu.paged_attention import config, forward, spec
 from ejkernel_pallas.gpu.paged_attention.kernels import fixed_split_combine, paged_decode, producer
+from ejkernel_pallas.gpu.paged_attention.kernels.fixed_split_combine import vectors_per_block
 
 H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
 PARAMS = config.HopperPaged(num_programs=132, split_keys=256)
@@ -94,6 +95,12 @@ def test_the_combine_kernel_reads_each_split_from_the_slot_that_has_it(programs,
     begins = [(shares[p, 0], shares[p, 1], shares[p - 1, 1]) for p in range(1, constants.programs_per_kv_head)]
     inside = [n for n, x, before in begins if items[n, 2] < x < items[n, 2] + items[n, 3] and before <= items[n, 2]]
     assert sorted(inside) == sorted({n for n, _ in cut})
+
+
+def test_blocks_fold_all_vectors_of_a_tile():
+    """56 query heads per KV head have 56 vectors, which three do not divide."""
+    assert [vectors_per_block(n) for n in (1, 8, 31, 48, 56, 64)] == [1, 1, 1, 3, 2, 4]
+    assert all(n % vectors_per_block(n) == 0 for n in range(1, 257))
 
 
 def test_programs_have_whole_items_where_slots_would_take_too_much_memory(monkeypatch):

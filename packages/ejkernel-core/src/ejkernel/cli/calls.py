@@ -80,9 +80,10 @@ def complete_case(ctx: click.Context, parameter: click.Parameter, text: str) -> 
 
 def dtype_name(text: str) -> str:
     """Checks that a dtype of this name exists, and returns its full name."""
-    with suppress(TypeError):
+    with suppress(TypeError, ValueError, SyntaxError):
         dtype = jnp.dtype(text)
-        if dtype.fields is None and dtype.subdtype is None:  # `i4,f4` and `(2,3)f4` are dtypes of NumPy alone
+        # `i4,f4`, `(2,3)f4`, `O` and `M8` are dtypes of NumPy alone.
+        if dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.number):
             return dtype.name
     raise click.BadParameter(
         f"there is no dtype {text!r}; names are those of jax.numpy, such as float32, bfloat16 and int32"

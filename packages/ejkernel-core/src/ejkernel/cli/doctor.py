@@ -211,7 +211,7 @@ def _implementation_row(implementation: Implementation, devices_here: set[Device
 def _module_status(requirement: str) -> str:
     """Names a module, and says if it is missing or has another version."""
     if requirement_error(requirement) is not None:
-        return f"{requirement} (wrong)"
+        return f"{requirement} (invalid requirement)"
     name, versions = split_requirement(requirement)
     sentence = missing_module_reason(requirement)
     if sentence is None:

@@ -172,7 +172,7 @@ def choose(
             reasons += tuple(invariance_refusals(op.family, implementation, record))
         verdict = _make_verdict(op, implementation, record, device, direction, reasons)
         fixed = implementation.invariant_priority if restricted and not reasons else None
-        verdicts.append(verdict if fixed is None else dataclasses.replace(verdict, priority=fixed))
+        verdicts.append(verdict if fixed is None else dataclasses.replace(verdict, priority=fixed, priority_reason=""))
     return Choice(
         op=op.name,
         direction=direction,

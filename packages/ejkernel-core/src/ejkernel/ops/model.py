@@ -242,6 +242,8 @@ _TYPES_OF_IMPLEMENTATION = {
     "backward_requires": (Requires, None),
     "config": ConfigSpace,
     "priority": (int, FUNCTION),
+    "priority_reason": (FUNCTION, None),
+    **dict.fromkeys(("forward_mode_limits", "invariance_limits"), FUNCTION),
     "invariant_priority": (int, None),
 }
 
@@ -270,19 +272,17 @@ class Implementation:
             implementation gives the tangents.
         row_states: `"module:function"` of a recurrence, called as `(record, cotangent of the outputs, cotangent of the
             final states)`, of rows without initial states. If the first cotangent is None, it returns the final states
-            of the rows; else the gradient of their initial states, where None as the second one means zeros. It takes
-            less time than a pass, and returns None for a call that it does not serve.
+            of the rows; else the gradient of their initial states, where None as the second one means zeros. It returns
+            None for a call that it does not serve.
         forward_mode_limits: `(record, names of the fields with tangents)` -> why `forward_mode` does not serve them.
-        priority: Higher is tried first; ties go by name. Where that depends on the call, a function of record, device
-            and direction. XLA's is 0: a call for which it is below 0 goes to this implementation only where a caller
-            asks for its platform.
+        priority: Higher is tried first; ties go by name. Below XLA's, which is 0, it serves only callers that ask for
+            its platform. A function of record, device and direction where it depends on the call.
         priority_reason: Record, device and direction -> the reason for that priority, which `explain` shows, or "".
         package: The package that ships what was measured; None for that of `forward`. Tables of tuned configurations
             are in its folder `tuned`, `<device kind>/<op>.json`. What the conformance suite found on devices is in its
             folder `evidence`, `<chip>/<name>.json`: on a GPU without, an implementation comes after all that are
             confirmed. Of a package without such a folder, priority alone decides.
-        only: Names of the operations it serves; None for all of the family. For exceptions: what a call cannot be
-            served for belongs in `requires`.
+        only: Names of the operations it serves; None for all. What a call cannot be served for belongs in `requires`.
         cases: `"module:function"` that returns more conformance cases by operation, `{"flash_attention": (...)}`, if
             those of the operations do not show all that the kernels do. The module imports without the toolchain.
         paired: The passes belong together: a differentiated call takes both or neither, and all calls share one

@@ -25,10 +25,10 @@ _BLOCKS = {
 
 @contextlib.contextmanager
 def context_of_plan(plan: Any) -> Generator[None]:
-    """Makes the device and the policies of a `CallPlan` those of the code in the block.
+    """Makes the device of a `CallPlan` current, and turns on its policies that are off; others stay as they are.
 
     `jax.vjp` and `jax.export` trace a pass when it is used. Kernels and the calls within them read the device and the
-    policies of the block around them. Where these are the plan's, nothing is entered, as each is part of the jit key.
+    policies of the block around them. A block changes the jit key, so none is entered where nothing differs.
     """
     with contextlib.ExitStack() as stack:
         if current_device() != plan.device:

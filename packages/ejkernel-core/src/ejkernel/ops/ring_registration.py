@@ -25,6 +25,10 @@ def ring_implementation(tiled_implementation: Implementation, *, forward: str, b
         backward: `"module:function"` that calls `ring_loop.backward`.
     """
     needs = tiled_implementation.backward_requires
+
+    def priority(record: RingAttention, device: DeviceInfo, direction: Direction) -> int:
+        return min(tiled_implementation.priority_for(step, device, direction) for step in abstract_steps(record))
+
     return dataclasses.replace(
         tiled_implementation,
         family=FAMILY.name,
@@ -38,6 +42,8 @@ def ring_implementation(tiled_implementation: Implementation, *, forward: str, b
         invariant_to=frozenset(),
         invariance_limits=lambda record: (),  # those of the tiled one are about its records
         invariant_priority=None,
+        priority=priority if callable(tiled_implementation.priority) else tiled_implementation.priority,
+        priority_reason=None,  # it is about the tiled one's records
         forward_mode=None,  # it is that of a call without a ring
     )
 

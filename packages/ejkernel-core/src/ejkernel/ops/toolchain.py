@@ -60,7 +60,7 @@ def is_importable(module: str) -> bool:
     """Returns whether there is a module of this name, without importing it; the package around it is imported."""
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # there is no package around it
+    except (ImportError, ValueError):  # there is no package around it, it fails, or this is no name of a module
         return False
 
 

@@ -182,8 +182,8 @@ def rotate_back(rotated: jax.Array, rotation: jax.Array) -> jax.Array:
 def _norms(x: jax.Array) -> jax.Array:
     """Returns the norms [...] of vectors [..., D].
 
-    The squares are those of vectors divided by a power of two, which changes no bit of them: the square of a float32
-    above 1.8e19 is infinite, and that of one below 1e-23 is 0.
+    The squares are those of vectors divided by a power of two, which is exact but for entries too small to matter:
+    the square of a float32 above 1.8e19 is infinite, and that of one below 1e-23 is 0.
     """
     _, exponents = jnp.frexp(jnp.max(jnp.abs(x), axis=-1, initial=0))
     scales = jnp.ldexp(jnp.ones((), x.dtype), exponents - 1)

@@ -10,7 +10,10 @@ from ejkernel.families.tiled_attention.record import TiledAttention
 from ejkernel.planning.scalar_programs import ScalarProgram, scalar_program
 
 MAX_RELATIVE_DIFFERENCE = 2.0**-22
-"""The largest relative difference of the two constants: that of a number and its float32 reciprocal's reciprocal."""
+"""At most this relative difference of the two constants counts as rounding: rounding a number and its reciprocal to
+float32 gives less than half of it."""
+MIN_CAP = 2.0**-60
+"""Caps below it, and above its reciprocal, are kept as functions: kernels multiply by the reciprocal, in float32."""
 
 
 def functions_as_arguments(record: TiledAttention) -> TiledAttention:
@@ -22,9 +25,11 @@ def score_function_as_soft_cap(record: TiledAttention) -> TiledAttention:
     """Returns the record with a `score_mod` that is a soft cap as `logits_soft_cap`; other records as they are.
 
     The soft cap of a call comes before its `score_mod`, so a call that has both keeps both. A function that captures
-    arrays is kept, too: their gradients are those of the function.
+    arrays is kept, too: their gradients are those of the function. So is one after a term that may be -inf, which the
+    argument masks and the function maps to `-cap`.
     """
-    if record.score_mod is None or record.score_mod.captured or record.logits_soft_cap is not None:
+    others = (getattr(record, name) for name in ("logits_soft_cap", "bias", "relative_bias", "alibi_slopes"))
+    if record.score_mod is None or record.score_mod.captured or any(x is not None for x in others):
         return record
     cap = soft_cap_of_program(scalar_program(record.score_mod))
     return record if cap is None else dataclasses.replace(record, score_mod=None, logits_soft_cap=cap)
@@ -40,7 +45,7 @@ def soft_cap_of_program(program: ScalarProgram) -> float | None:
         return None
     cap, (argument,) = product[0], program.nodes[product[1]].operands
     divisor = _divisor_of_score(program, argument)
-    if divisor is None or cap <= 0 or abs(divisor - cap) > MAX_RELATIVE_DIFFERENCE * cap:
+    if divisor is None or not MIN_CAP < cap < 1 / MIN_CAP or not abs(divisor - cap) <= MAX_RELATIVE_DIFFERENCE * cap:
         return None
     return cap
 

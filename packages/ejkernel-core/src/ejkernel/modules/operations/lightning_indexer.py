@@ -91,8 +91,8 @@ def lightning_indexer(
 
     Args:
         query: [B, T, H, D] float16, bfloat16, float32 or float64. With keys of 8 bits also int8, float8_e4m3fn or
-            float8_e5m2, which have no gradient; products are exact, with float32 sums but in `cuda_fp8`, whose sums
-            have about 14 bits.
+            float8_e5m2, which have no gradient; products are exact and sums are float32, except in `cuda_fp8`,
+            whose sums have about 14 bits.
         key: [B, S, D], dtype of query; one key for all heads. Or int8, float8_e4m3fn or float8_e5m2, which have no
             gradient. With `block_tables` [P, S, D], pages of S tokens.
         weights: [B, T, H] floating, of any sign; may be float32 with any query. DeepSeek-V3.2 multiplies its projection
@@ -371,6 +371,6 @@ OP = Op(
     axes_of=_axes_of,
     cases=cases.cases(LightningIndexerArguments),
     make_inputs=cases.make_inputs,
-    tolerance={**TOLERANCE, **tolerances(float8_e4m3fn=2e-5)},  # cases of which sums are exact
+    tolerance={**TOLERANCE, **tolerances(float8_e4m3fn=2e-5)},  # the cases have sums that 14 bits hold exactly
 )
 LightningIndexer.op = OP

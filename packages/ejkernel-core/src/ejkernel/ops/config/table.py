@@ -55,7 +55,7 @@ class _UncheckedTable(msgspec.Struct):
 
 
 class _Format(msgspec.Struct):
-    """The part of a table that has the same meaning in every version; a format that is no number is another one."""
+    """The part of a table that has the same meaning in every version; any other value counts as another version."""
 
     format: Any = TABLE_FORMAT_VERSION
 

@@ -50,7 +50,7 @@ def _has_positions(record: Any) -> bool:
 
 
 def _priority(record: Any, device: DeviceInfo, direction: Direction) -> int:
-    """Returns a priority above Triton's, except for calls with positions, which have not been timed yet."""
+    """Returns a priority above Triton's, except for calls with positions, timed only in a `batch_invariant` block."""
     return -1 if _has_positions(record) else 20
 
 

@@ -5,6 +5,7 @@ The requirements and limits of the kernel are data in this module, so Pallas is 
 
 from collections.abc import Iterable
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.token_sparse_attention import FAMILY, TokenSparseAttention
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.ops.device import DeviceInfo
@@ -35,8 +36,8 @@ def _priority(record: TokenSparseAttention, device: DeviceInfo, direction: Direc
 def _refusal_reasons(record: TokenSparseAttention) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     (batch, tokens, *_), smallest = record.query.shape, config.SMALLEST_CONFIG
-    if batch * tokens > MAX_QUERY_TILES * smallest.block_q:
-        yield f"query: got {batch * tokens} queries, the kernel takes at most {MAX_QUERY_TILES * smallest.block_q}"
+    if (tiles := batch * cdiv(tokens, smallest.block_q)) > MAX_QUERY_TILES:
+        yield f"query: got {tiles} tiles of {smallest.block_q} queries, the kernel takes at most {MAX_QUERY_TILES}"
     if (needed := config.vmem_bytes(record, smallest)) > config.MAX_VMEM_BYTES:
         yield (
             f"key: got {needed} bytes of VMEM for {smallest.block_q} queries and lists of {record.indices.shape[3]} of "

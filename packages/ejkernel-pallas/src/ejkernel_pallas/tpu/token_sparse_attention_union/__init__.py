@@ -5,6 +5,7 @@ The requirements and limits of the kernel are data in this module, so Pallas is 
 
 from collections.abc import Iterable
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.token_sparse_attention import FAMILY, TokenSparseAttention
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.ops.chips import TPUS
@@ -57,8 +58,8 @@ def _reason_after_xla(record: TokenSparseAttention, device: DeviceInfo) -> str:
         (not most, f"no estimates for {device.kind}"),
         (not is_estimated, f"no estimates for {heads} heads of {record.query.dtype.name}"),
         (min(tokens / MIN_QUERIES, listed / MIN_LISTED) < 1, f"no estimates for {tokens} queries with {lists}"),
-        (keys <= MIN_KEYS_PER_ENTRY * listed, f"{lists} take less time in whole tiles"),
-        (keys > most * listed, f"{lists} with little in common take less time in XLA on {chip}"),
+        (keys <= MIN_KEYS_PER_ENTRY * listed, f"{lists}: {MIN_KEYS_PER_ENTRY} keys per entry or less, left to others"),
+        (keys > most * listed, f"{lists}: more than {most} keys per entry, left to XLA on {chip}"),
     )
     return next((sentence for applies, sentence in conditions if applies), "")
 
@@ -70,8 +71,8 @@ def _refusal_reasons(record: TokenSparseAttention) -> Iterable[str]:
         yield f"key: got {kv_heads} heads, the kernel reads one"
     if not MIN_SCALE <= abs(record.softmax_scale) <= MAX_SCALE:
         yield f"softmax_scale: got {record.softmax_scale}, wants a magnitude from {MIN_SCALE} to {MAX_SCALE}"
-    if batch * tokens > MAX_QUERY_TILES * smallest.block_q:
-        yield f"query: got {batch * tokens} queries, the kernel takes at most {MAX_QUERY_TILES * smallest.block_q}"
+    if (tiles := batch * cdiv(tokens, smallest.block_q)) > MAX_QUERY_TILES:
+        yield f"query: got {tiles} tiles of {smallest.block_q} queries, the kernel takes at most {MAX_QUERY_TILES}"
     if (needed := config.vmem_bytes(record, smallest)) > config.MAX_VMEM_BYTES:
         yield (
             f"key: got {needed} bytes of VMEM for {smallest.block_q} queries and lists of {record.indices.shape[3]} of "

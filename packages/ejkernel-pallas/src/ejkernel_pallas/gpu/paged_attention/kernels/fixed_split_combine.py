@@ -49,8 +49,7 @@ def combine_splits(
         arrays_read = (*splits, schedule.items, schedule.program_starts)
         operands: dict[str, jax.Array] = dict(zip(names, arrays_read, strict=True))
         vectors = cdiv(rows_per_item(spec), rows_per_vector(spec))
-        # Single rows of single tokens; several of chunks, so that all blocks run at the same time.
-        per_block = max(1, min(MAX_VECTORS_PER_BLOCK, vectors // 16))
+        per_block = vectors_per_block(vectors)
         blocks_per_tile = vectors // per_block
 
         def body(operand_refs: dict[str, Any], updated_refs: dict[str, Any]) -> None:
@@ -63,6 +62,14 @@ def combine_splits(
         updated = update_in_place(body, operands, {"output": output, "lse": lse}, num_blocks)
         output, lse = updated["output"], updated["lse"]
     return output, lse
+
+
+def vectors_per_block(vectors: int) -> int:
+    """Returns how many of the vectors of rows of a tile a block folds, a divisor of them: one of a single token's, and
+    several of a chunk's, so that all blocks run at the same time.
+    """
+    most = max(1, min(MAX_VECTORS_PER_BLOCK, vectors // 16))
+    return next(n for n in range(most, 0, -1) if vectors % n == 0)
 
 
 class CutItem(NamedTuple):
