@@ -85,7 +85,8 @@ def test_calls_that_the_kernel_cannot_compute_are_refused_and_others_fit():
     assert "key: got 2 heads" in reasons(key=shape((1, 600, 2, 40), jnp.float32))[0]
     assert "softmax_scale: got 0.0" in reasons(softmax_scale=0.0)[0]
     assert "bytes of VMEM" in reasons(key=shape((1, 2**21, 1, 40), jnp.float32))[0]
-    assert "query: got 524289 queries" in reasons(query=shape((1, 2**19 + 1, 4, 40), jnp.float32))[0]
+    assert "query: got 65537 tiles of 8 queries" in reasons(query=shape((1, 2**19 + 1, 4, 40), jnp.float32))[0]
+    assert "query: got 70000 tiles of 8 queries" in reasons(query=shape((70000, 1, 4, 40), jnp.float32))[0]
     for dtype, keys in ((jnp.bfloat16, 131072), (jnp.float32, 32768)):
         large = dataclasses.replace(
             given,
