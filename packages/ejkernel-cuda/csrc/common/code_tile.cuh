@@ -201,7 +201,7 @@ __device__ __forceinline__ uint32_t projection_offset(int head, int projection) 
 
 // A pair of numbers of operand A for bits `pair` and 16 + `pair` of a word of signs: 1 + 2^(k - 7) if the bit is set,
 // otherwise 1, where bit k of a bfloat16, the last but k of its 7 bits of mantissa, is the sign: one operation per pair,
-// and four shifts per word. Products with queries times 2^(8 - k) are the wanted ones and a sum that does not depend on
+// and four shifts per word. Products with queries times 2^(8 - k) are those with the signs and a sum that does not depend on
 // signs, which `query.offset` subtracts. k is 3 to 6, so that this sum, which is rounded, is not much larger. Bit 15 needs
 // no such sum: it is the sign of a bfloat16, and its queries are negated. `ones` is a pair of 1.
 __device__ __forceinline__ constexpr int sign_bit(int pair) { return 3 + (pair + 1) % 4; }

@@ -179,11 +179,11 @@ def test_unsupported_records_are_refused_with_a_reason(record, words):
     [("mla_decode", {"q_segment_ids"}), ("multi_latent_ragged_page_attention", {"latent"})],
 )
 def test_dispatch_chooses_the_kernel_for_latent_calls(op, handles):
-    (own,) = {made.priority for made in implementations()}
+    (own,) = {one.priority for one in implementations()}
     others = [
-        made.invariant_priority if callable(made.priority) else made.priority  # the former is its greatest
-        for made in registry().implementations[op]
-        if made.name != "mosaic_gpu_latent" and handles <= made.requires.handles
+        one.invariant_priority if callable(one.priority) else one.priority  # the former is its greatest
+        for one in registry().implementations[op]
+        if one.name != "mosaic_gpu_latent" and handles <= one.requires.handles
     ]
     assert others
     assert own > max(others)

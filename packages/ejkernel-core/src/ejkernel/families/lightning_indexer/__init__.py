@@ -11,6 +11,7 @@ from ejkernel.families.lightning_indexer.record import (
     num_keys,
     rectify,
     take_keys,
+    wide_query_dtype,
     with_wide_query,
 )
 from ejkernel.families.lightning_indexer.reference import reference
@@ -27,6 +28,7 @@ __all__ = [
     "rectify",
     "reference",
     "take_keys",
+    "wide_query_dtype",
     "with_wide_query",
 ]
 

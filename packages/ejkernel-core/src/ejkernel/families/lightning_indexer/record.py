@@ -63,13 +63,18 @@ def axes(record: LightningIndexer) -> Mapping[str, Any]:
     }
 
 
+def wide_query_dtype(record: LightningIndexer) -> Any:
+    """Returns the dtype of queries; bfloat16 for those of 8 bits, of which it holds each value."""
+    return record.query.dtype if record.query.dtype.itemsize > 1 else jnp.dtype(jnp.bfloat16)
+
+
 def with_wide_query(record: LightningIndexer) -> LightningIndexer:
-    """Returns the record with queries of 8 bits in bfloat16, which holds each of their values."""
-    query = record.query
-    if query.dtype.itemsize > 1:
+    """Returns the record with queries in `wide_query_dtype`."""
+    query, dtype = record.query, wide_query_dtype(record)
+    if query.dtype == dtype:
         return record
     is_shape = isinstance(query, jax.ShapeDtypeStruct)
-    wide = jax.ShapeDtypeStruct(query.shape, jnp.bfloat16) if is_shape else query.astype(jnp.bfloat16)
+    wide = jax.ShapeDtypeStruct(query.shape, dtype) if is_shape else query.astype(dtype)
     return dataclasses.replace(record, query=wide)
 
 
@@ -81,7 +86,7 @@ def num_keys(record: LightningIndexer) -> int:
 
 def accumulator(record: LightningIndexer) -> Any:
     """Returns the dtype of products, sums and scores: float32, or float64 for float64 queries."""
-    return jnp.promote_types(with_wide_query(record).query.dtype, jnp.float32)
+    return jnp.promote_types(wide_query_dtype(record), jnp.float32)
 
 
 def nothing_selected(record: LightningIndexer) -> TopKeyIndicesAndScores:

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.lightning_indexer import LightningIndexer, with_wide_query
+from ejkernel.families.lightning_indexer import LightningIndexer, wide_query_dtype
 from ejkernel.ops.params import Direction
 
 LANES = 128
@@ -100,7 +100,7 @@ def max_keys_per_selection(record: LightningIndexer) -> int:
 
 def vmem_bytes(record: LightningIndexer, block_k: int, keys_per_selection: int) -> int:
     """Returns the bytes of VMEM of two of each block, and of scratch memory."""
-    (_, _, heads, channels), itemsize = record.query.shape, with_wide_query(record).query.dtype.itemsize
+    (_, _, heads, channels), itemsize = record.query.shape, wide_query_dtype(record).itemsize
     width, rows = cdiv(channels, LANES) * LANES, kept_rows(record.top_k)
     blocks = (heads * BLOCK_Q + block_k) * width * itemsize + 4 * (cdiv(heads, 8) * 8 * BLOCK_Q + 8 * block_k)
     return 2 * (blocks + 2 * 4 * BLOCK_Q * rows) + 2 * 4 * BLOCK_Q * (rows + keys_per_selection + LANES)

@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.lightning_indexer import LightningIndexer, num_keys, with_wide_query
+from ejkernel.families.lightning_indexer import LightningIndexer, num_keys, wide_query_dtype
 from ejkernel.ops.params import Direction
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES
 
@@ -81,7 +81,7 @@ def num_key_tiles(record: LightningIndexer, block_k: int) -> int:
 
 def vmem_bytes(record: LightningIndexer, block_k: int) -> int:
     """Returns the bytes of VMEM of two of each block, and of scratch memory."""
-    (_, tokens, _, channels), itemsize = record.query.shape, with_wide_query(record).query.dtype.itemsize
+    (_, tokens, _, channels), itemsize = record.query.shape, wide_query_dtype(record).itemsize
     width, query_rows = cdiv(channels, LANES) * LANES, tokens * padded_heads(record)
     lists, keys = list_rows(record.top_k) * LANES, num_key_tiles(record, block_k) * block_k
     inputs = query_rows * (width * itemsize + 4 * LANES) + block_k * (width * record.key.dtype.itemsize + 4 * SUBLANES)
