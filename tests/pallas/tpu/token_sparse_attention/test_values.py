@@ -72,7 +72,7 @@ def test_calls_that_memory_cannot_hold_are_refused_and_others_fit():
     long = dataclasses.replace(given, key=shape((1, 2**21, 1, 16), jnp.float32))
     assert "key: got" in next(iter(implementation.requires.extra(long)))
     many = dataclasses.replace(given, query=shape((1, 2**19 + 1, 4, 16), jnp.float32))
-    assert "query: got 524289 queries" in next(iter(implementation.requires.extra(many)))
+    assert "query: got 65537 tiles of 8 queries" in next(iter(implementation.requires.extra(many)))
     with pytest.raises(ValueError, match="block_kv: got 100"):
         TpuTokenSparse(block_q=8, block_kv=100)
     for sizes in ((64, 4, 128, 128, 131072), (128, 1, 576, 512, 32768)):
