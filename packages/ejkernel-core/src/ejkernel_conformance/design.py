@@ -2,14 +2,17 @@
 
 In the first, appear at least once, each where some test has it:
 
-- each operation with each implementation under each transform (a test function is a transform);
+- each operation with each implementation, under each transform (a test function is a transform) except `IN_ROTATION`;
+- each implementation under each transform of `IN_ROTATION`;
 - each argument that an implementation handles, with each transform, on whichever operation;
 - each pair of such arguments that one case gives, in a value and in a gradient, and each dtype with each transform;
 - each array of ids, lengths, tables or slots with each kernel, where requests are poisoned;
-- each claim, each gradient that is claimed, and the candidates of each direction.
+- each argument of a family that some implementation claims to handle;
+- each other claim, each gradient that is claimed, and the candidates of each direction.
 
 In the stronger one, in addition:
 
+- each operation with each implementation under each transform, and each claim;
 - each implementation on each case, in a value, a gradient, and each other transform that is not `IN_ROTATION`;
 - each pair of handled arguments with each transform;
 - each implementation on each case under `TRANSFORMS_PER_CASE` of those that are, which the cases get in turn.
@@ -47,6 +50,10 @@ IN_ROTATION = (
 TRANSFORMS_PER_CASE = 1
 """In how many of these transforms the stronger design has each implementation on each case."""
 
+OF_ARGUMENTS = "test_handles"
+"""The transform that the first design includes for one implementation of each argument of a family: it compares answers
+of the reference."""
+
 OF_INVARIANCE = "test_batch_invariance"
 """The transform that the design includes for one claim of each implementation only, as it compiles many programs."""
 
@@ -60,6 +67,8 @@ def features(transform: str, parameter: Any, *, paired: bool = False) -> frozens
         return frozenset({(transform, implementation.family, implementation.name, parameter.direction)})
     if transform == OF_INVARIANCE:
         return frozenset({(transform, parameter.implementation.family, parameter.implementation.name)})
+    if transform == OF_ARGUMENTS:
+        return frozenset({(transform, parameter.implementation.family, parameter.name)})
     return frozenset({(transform, str(parameter))})
 
 
@@ -70,7 +79,7 @@ def _of_subject(transform: str, subject: Subject, paired: bool) -> Iterator[Hash
         yield (transform, *kernel)
         yield from ((transform, *kernel, name) for name, x in array_fields(record).items() if not is_floating(x))
         return
-    yield (transform, *kernel, "operation", op.name)
+    yield (transform, *kernel, "operation", op.name if paired or transform not in IN_ROTATION else "any")
     yield (transform, *kernel, "dtype", str(op.family.dtype(record)))
     given = implementation.requires.handles & set(non_default_fields(record))
     yield from ((transform, *kernel, "handles", name) for name in given)
