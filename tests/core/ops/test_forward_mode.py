@@ -77,6 +77,11 @@ def attend_with_function(x, slopes, factors):
     return flash_attention(x, x @ W, x, score_mod=score_mod)
 
 
+def in_segments(x):
+    """Returns ids of segments with padding in the middle, and the state from which the first one continues."""
+    return {"seg_ids": jnp.array([[0, 0, -1, 1, 1, 0]]), "initial_state": jnp.einsum("bthk,bthv->bhkv", x, jnp.cos(x))}
+
+
 CALLS = {
     "attention": attend_with_everything,
     "packed": lambda x: flash_attention(x, x @ W, x, causal=True, cum_seqlens_q=jnp.array([0, 2, 6])),
@@ -84,6 +89,10 @@ CALLS = {
     "function of scores": lambda x: attend_with_function(x, x[0, 0, :, 0], jnp.array([1, 2])),
     "gla": lambda x: gla_attention(x, jnp.sin(x), x, -(x**2)),
     "delta rule": lambda x: gated_delta_rule(x, x, x, -(x[..., 0] ** 2), jax.nn.sigmoid(x[..., 1])),
+    "gla of segments": lambda x: gla_attention(x, jnp.sin(x), x, -(x**2), **in_segments(x), return_state=True)[0],
+    "delta rule of segments": lambda x: gated_delta_rule(
+        x, x, x, -(x[..., 0] ** 2), jax.nn.sigmoid(x[..., 1]), **in_segments(x)
+    ),
     "experts": lambda x: grouped_matmul(x.reshape(12, 8), jnp.stack([W, W.T]) * x[0, 0, 0, 0], jnp.array([5, 7])),
 }
 
@@ -105,10 +114,35 @@ def test_tangents_are_finite_differences_and_gradients_their_transpose(name):
     np.testing.assert_allclose(forwards, backwards, rtol=1e-9)
 
 
-def test_memory_is_linear_in_the_length():
+@pytest.mark.parametrize("name", ["gla of segments", "delta rule of segments"])
+def test_second_derivatives_of_segments_are_finite_differences_of_gradients(name):
+    with jax.enable_x64(True), forward_mode():
+        f, x, v, step = loss(CALLS[name]), X.astype(jnp.float64), V.astype(jnp.float64), 1e-6
+
+        @jax.jit
+        def run(x, v):
+            gradient, forward_over_reverse = jax.jvp(jax.grad(f), (x,), (v,))
+            return gradient, forward_over_reverse, jax.grad(lambda x: jax.jvp(f, (x,), (v,))[1])(x)
+
+        _, *second = run(x, v)
+        ends = [np.asarray(run(x + sign * step * v, v)[0]) for sign in (1, -1)]
+    for each in second:
+        np.testing.assert_allclose(each, (ends[0] - ends[1]) / (2 * step), rtol=0, atol=1e-7)
+
+
+MEMORY_CALLS = {
+    "attention": lambda x: flash_attention(x, x, x),
+    "recurrence of segments": lambda x: gla_attention(
+        x, x, x, -(x**2), seg_ids=jnp.arange(x.shape[1], dtype=jnp.int32)[None] // 100 - 1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MEMORY_CALLS)
+def test_memory_is_linear_in_the_length(name):
     def temporary_bytes(length):
         x = jax.ShapeDtypeStruct((1, length, 1, 8), jnp.float32)
-        curvature = jax.grad(lambda x: jnp.sum(flash_attention(x, x, x) ** 2))
+        curvature = jax.grad(lambda x: jnp.sum(MEMORY_CALLS[name](x) ** 2))
         with forward_mode():
             program = jax.jit(lambda x, v: jax.jvp(curvature, (x,), (v,))).lower(x, x).compile()
         return program.memory_analysis().temp_size_in_bytes

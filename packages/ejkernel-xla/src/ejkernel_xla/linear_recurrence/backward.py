@@ -7,6 +7,7 @@ Each chunk is recomputed from the state before it, so memory holds one state per
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from ejkernel_xla.linear_recurrence.forward import chunk_step, load, split_state
 from ejkernel_xla.linear_recurrence.kernels.chunk import next_state, precision
 from ejkernel_xla.linear_recurrence.kernels.chunking import (
     Chunking,
+    ChunkSlice,
     add_chunk_slice,
     chunk_from_slices,
     cut,
@@ -27,7 +29,7 @@ from ejkernel_xla.linear_recurrence.kernels.chunking import (
     run_loop,
     slices_of_chunk,
 )
-from ejkernel_xla.linear_recurrence.kernels.segment_runs import next_state_of_segments
+from ejkernel_xla.linear_recurrence.kernels.segment_runs import next_state_of_segments, segment_step_gradients
 from ejkernel_xla.linear_recurrence.kernels.single_tokens import read_single_tokens
 from ejkernel_xla.linear_recurrence.kernels.token_trees import tree_backward
 
@@ -88,14 +90,9 @@ def _differentiate_chunks(pullback: Pullback, chunking: Chunking, chunk_states: 
         n = chunking.count - 1 - n
         at = chunking.chunk_at(n)
 
-        def run(state: jax.Array, parts: Gradients) -> tuple[jax.Array, jax.Array]:
-            return chunk_step(record, chunking, at, state, parts)
-
         before = lax.dynamic_index_in_dim(chunk_states, n, keepdims=False)
-        # The VJP is taken inside of the loop, so the residuals of a chunk are dropped before the next chunk. The VJP of
-        # the whole loop would keep the residuals of all chunks.
-        _, pull = jax.vjp(run, before, slices_of_chunk(record, chunking, at))
-        dstate, parts = pull((load(record, table, at), cut(outputs, chunking, at).astype(table.dtype)))
+        cotangent = load(record, table, at), cut(outputs, chunking, at).astype(table.dtype)
+        dstate, parts = _chunk_gradients(record, chunking, at, before, cotangent)
         # Added: tokens that a chunk only shares have gradients of 0 in it.
         grads = {name: add_chunk_slice(grads[name], parts[name], at) for name in names}
         return grads, store(record, table, at, dstate)
@@ -106,6 +103,24 @@ def _differentiate_chunks(pullback: Pullback, chunking: Chunking, chunk_states: 
         grads, table = _single_token_gradients(pullback, grads, table)
     first = split_state_heads(record, table)
     return {**grads, "initial_state": first, "sequence_state": first}
+
+
+def _chunk_gradients(
+    record: LinearRecurrence,
+    chunking: Chunking,
+    at: ChunkSlice,
+    before: jax.Array,
+    cotangent: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, Gradients]:
+    """Returns the gradients of the states before a chunk and of its slices.
+
+    The VJP is taken inside of the loop over chunks, so the residuals of a chunk are dropped before the next chunk. The
+    VJP of the whole loop would keep the residuals of all chunks.
+    """
+    parts = slices_of_chunk(record, chunking, at)
+    if chunking.real_and_start_tokens is not None:
+        return segment_step_gradients(record, chunking, at, before, parts, cotangent)
+    return jax.vjp(functools.partial(chunk_step, record, chunking, at), before, parts)[1](cotangent)
 
 
 def _single_token_gradients(pullback: Pullback, grads: Gradients, table: jax.Array) -> tuple[Gradients, jax.Array]:

@@ -125,8 +125,9 @@ def split_state_heads(record: LinearRecurrence, table: jax.Array) -> jax.Array:
 def chunk_step(
     record: LinearRecurrence, chunking: Chunking, at: ChunkSlice, state: jax.Array, parts: dict[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the states after a chunk and its outputs [r, C, H, V], differentiable in the states before it and its
-    slices.
+    """Returns the states after a chunk and its outputs [r, C, H, V].
+
+    It is differentiable in the states before the chunk and its slices: with segments in forward mode alone.
     """
     if chunking.real_and_start_tokens is not None:
         return segment_step(record, chunking, at, state, parts)

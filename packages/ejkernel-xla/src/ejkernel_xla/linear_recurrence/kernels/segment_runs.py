@@ -11,6 +11,7 @@ Most chunks have one run, and cost what they cost without segments.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +19,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, num_state_heads
-from ejkernel.types.forward_mode import reverse_rule
 from ejkernel_xla.linear_recurrence.kernels.chunk import advance, next_state, precision
 from ejkernel_xla.linear_recurrence.kernels.chunking import (
     Chunking,
@@ -54,12 +54,41 @@ def next_state_of_segments(
 def segment_step(
     record: LinearRecurrence, chunking: Chunking, at: ChunkSlice, state: jax.Array, parts: SliceArrays
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the states after a chunk and its outputs [B, C, H, V]; differentiable in the states before it and its
-    slices.
+    """Returns the states after a chunk and its outputs [B, C, H, V]; `segment_step_gradients` differentiates it."""
+    runs = segment_run_of_tokens(chunking, at)
+    return _sum_over_runs(_function_of_runs(record, chunking, at, runs), runs, state, parts)
+
+
+def segment_step_gradients(
+    record: LinearRecurrence,
+    chunking: Chunking,
+    at: ChunkSlice,
+    state: jax.Array,
+    parts: SliceArrays,
+    cotangent: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, SliceArrays]:
+    """Returns the gradients of the states before a chunk and of its slices, from those of what `segment_step` returns.
+
+    Each pass has its own VJP inside of the loop over runs: JAX has no reverse mode of a loop whose count is traced, but
+    it does have forward mode, of this loop too.
+    """
+    runs = segment_run_of_tokens(chunking, at)
+    run = _function_of_runs(record, chunking, at, runs)
+
+    def pull(n: jax.Array, state: jax.Array, parts: SliceArrays) -> tuple[jax.Array, SliceArrays]:
+        return jax.vjp(functools.partial(run, n), state, parts)[1](cotangent)
+
+    return _sum_over_runs(pull, runs, state, parts)
+
+
+def _function_of_runs(
+    record: LinearRecurrence, chunking: Chunking, at: ChunkSlice, runs: jax.Array
+) -> Callable[[jax.Array, jax.Array, SliceArrays], tuple[jax.Array, jax.Array]]:
+    """Returns the function (run, states before the chunk, slices) -> the states after the run, and the outputs of its
+    tokens; both are 0 for what the run does not have.
     """
 
-    def run(n: jax.Array, runs: jax.Array, state: jax.Array, parts: SliceArrays) -> tuple[jax.Array, jax.Array]:
-        """Returns one pass: the states after its run, and the outputs of its tokens."""
+    def run(n: jax.Array, state: jax.Array, parts: SliceArrays) -> tuple[jax.Array, jax.Array]:
         chunk = chunk_from_slices(record, chunking, at, parts, runs == n)
         before = _state_before_run(record, state, jnp.broadcast_to(n == 0, runs.shape[:1]))
         output, after = advance(before, chunk, record.softmax_scale, precision(record))
@@ -69,7 +98,7 @@ def segment_step(
             jnp.where((runs == n)[:, :, None, None], output, 0),
         )
 
-    return _sum_of_passes(run, segment_run_of_tokens(chunking, at), state, parts)
+    return run
 
 
 def _last_run(runs: jax.Array) -> jax.Array:
@@ -87,34 +116,13 @@ def _state_before_run(record: LinearRecurrence, state: jax.Array, continues: jax
     return jnp.where(_broadcast_rows_to_states(record, continues), state, 0)
 
 
-@reverse_rule
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sum_of_passes(run: Any, runs: jax.Array, state: jax.Array, parts: SliceArrays) -> tuple[jax.Array, jax.Array]:
-    """Returns the sum of all passes, each of which is 0 where it has nothing."""
-    return _sum_over_runs(lambda n: run(n, runs, state, parts), runs)
-
-
-def _sum_over_runs(run_function: Any, runs: jax.Array) -> Any:
-    """Returns the sum of a function of runs over all that some row has."""
-    shapes = jax.eval_shape(run_function, jnp.int32(0))
+def _sum_over_runs(run: Any, runs: jax.Array, state: jax.Array, parts: SliceArrays) -> Any:
+    """Returns the sum of a function (run, states, slices) over all runs that some row has."""
+    shapes = jax.eval_shape(run, jnp.int32(0), state, parts)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     # The results of passes are added, not replaced: each entry belongs to one pass and is 0 in the other passes. At
     # least one pass runs: it passes on the states of a chunk in which all tokens are masked.
     count = jnp.maximum(jnp.max(runs), 0) + 1
-    return lax.fori_loop(jnp.int32(0), count, lambda n, total: jax.tree.map(jnp.add, total, run_function(n)), zeros)
-
-
-def _sum_of_passes_forward(run: Any, runs: jax.Array, state: jax.Array, parts: SliceArrays) -> tuple[Any, Any]:
-    return _sum_of_passes(run, runs, state, parts), (runs, state, parts)
-
-
-def _sum_of_passes_backward(run: Any, saved: Any, cotangent: Any) -> tuple[Any, ...]:
-    runs, state, parts = saved
-
-    def pull(n: jax.Array) -> Any:
-        return jax.vjp(lambda state, parts: run(n, runs, state, parts), state, parts)[1](cotangent)
-
-    return (None, *_sum_over_runs(pull, runs))
-
-
-_sum_of_passes.defvjp(_sum_of_passes_forward, _sum_of_passes_backward)
+    return lax.fori_loop(
+        jnp.int32(0), count, lambda n, total: jax.tree.map(jnp.add, total, run(n, state, parts)), zeros
+    )
