@@ -39,3 +39,8 @@ def test_axes_that_no_device_may_split_are_not_listed():
     ops = registry().ops
     assert splittable_axes(ops["flash_attention"]) == ["b", "t", "h", "g"]
     assert "k" not in splittable_axes(ops["grouped_matmul"])
+
+
+def test_a_store_in_the_home_of_nobody_is_a_wrong_option(run):
+    result = run("cache", "path", "--store", "~nobody-of-this-name/x", status=2)
+    assert "--store: got '~nobody-of-this-name/x', wants the home directory of a user that exists" in result.output

@@ -196,6 +196,20 @@ def test_a_home_of_nobody_is_a_folder_like_others(monkeypatch):
     assert not PersistentCache().entries()
 
 
+@pytest.mark.parametrize(
+    ("store_at", "argument"),
+    [
+        (PersistentCache, "opname"),
+        (lambda path: PersistentCache(path=Path(path)), "path"),
+        (create_default_executor, "persistent_cache_path"),
+    ],
+    ids=["opname", "path", "executor"],
+)
+def test_a_path_in_the_home_of_nobody_is_an_error_that_names_the_argument(store_at, argument):
+    with pytest.raises(ValueError, match=rf"{argument}: got '~nobody-of-this-name/x', wants the home directory"):
+        store_at("~nobody-of-this-name/x")
+
+
 def unusable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "file").touch()
     return tmp_path / "file" / "store"  # for root, who may write anywhere but under a file

@@ -13,7 +13,7 @@ import msgspec
 from ejkernel.cli.as_json import JSON_OPTION, print_json
 from ejkernel.cli.tables import format_milliseconds, open_console, print_table
 from ejkernel.cli.times import parse_iso_time, parse_time
-from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.config.persistent import PersistentCache, expand_store_path
 from ejkernel.ops.config.table import (
     DAMAGED_TABLE_ERRORS,
     Entry,
@@ -27,9 +27,19 @@ from ejkernel.ops.json_text import json_error
 from ejkernel.ops.plugins import registry
 from ejkernel.suggestion import did_you_mean
 
+
+def _check_store_path(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
+    """Returns the path of `--store` with the home directory for `~`."""
+    try:
+        return expand_store_path("--store", path)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+
+
 STORE_OPTION = click.option(
     "--store",
     type=click.Path(path_type=Path),
+    callback=_check_store_path,
     help="Path of the store: a .json file, or a directory that holds configs.json. The default is the user's store.",
 )
 FILE_TYPE = click.Path(dir_okay=False, path_type=Path)

@@ -55,6 +55,22 @@ def _is_operation_name(name: str | os.PathLike[str]) -> bool:
     return isinstance(name, str) and Path(name).name == name and not Path(name).suffix and not name.startswith("~")
 
 
+def expand_store_path(argument: str, path: str | os.PathLike[str] | None) -> Path | None:
+    """Returns the path of a store with the home directory for `~`; None for None.
+
+    Args:
+        argument: Its name, for the message.
+        path: The path.
+
+    Raises:
+        ValueError: The path begins with the home directory of a user that does not exist.
+    """
+    try:
+        return None if path is None else Path(path).expanduser()
+    except RuntimeError:
+        raise ValueError(f"{argument}: got {str(path)!r}, wants the home directory of a user that exists") from None
+
+
 class PersistentCache:
     """The user's store. Opens nothing until it is asked.
 
@@ -70,6 +86,7 @@ class PersistentCache:
 
     Raises:
         NotImplementedError: `loader` or `dumper` is given.
+        ValueError: The path begins with the home directory of a user that does not exist.
     """
 
     def __init__(
@@ -82,9 +99,11 @@ class PersistentCache:
     ) -> None:
         if loader is not None or dumper is not None:
             raise NotImplementedError("loader, dumper: got a function, wants None; the files have one format")
+        argument = "path"
         if path is None and opname is not None:
+            argument = "opname"
             path = default_path().with_name(f"{opname}.json") if _is_operation_name(opname) else opname
-        self._path = Path(path).expanduser() if path is not None else None
+        self._path = expand_store_path(argument, path)
         self._snapshot: tuple[_FileStamp | None, Mapping[str, Entry]] = (None, {})
         self._readable = self._writable = True
 

@@ -12,7 +12,7 @@ from ejkernel.errors import NoImplementationError
 from ejkernel.ops.call import decide
 from ejkernel.ops.config.agreement import explain_only
 from ejkernel.ops.config.chain import ConfigSelectorChain
-from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.config.persistent import PersistentCache, expand_store_path
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.tuner import Tuner
 from ejkernel.ops.dispatch import Decision
@@ -169,11 +169,13 @@ def create_default_executor(
         enable_autotuning: Whether an eager call that no tier knows is measured first; otherwise rules decide.
         warmup_iterations: Untimed runs of each candidate.
         timing_iterations: Timed runs of each candidate, of which the median counts.
+
+    Raises:
+        ValueError: The store's path begins with the home directory of a user that does not exist.
     """
+    store = PersistentCache(path=expand_store_path("persistent_cache_path", persistent_cache_path))
     policy = AutotunePolicy(
         allow_autotune=enable_autotuning, cache_miss_fallback="autotune" if enable_autotuning else "heuristics"
     )
     tuner = Tuner(warmup_iterations=warmup_iterations, timing_iterations=timing_iterations)
-    return Executor(
-        ConfigSelectorChain(policy=policy, tuner=tuner, persistent=PersistentCache(path=persistent_cache_path))
-    )
+    return Executor(ConfigSelectorChain(policy=policy, tuner=tuner, persistent=store))
