@@ -189,6 +189,19 @@ def test_functions_for_a_head_that_do_not_fit_are_refused(arguments, message):
         fused_cross_entropy(hidden=jnp.ones((2, D)), **{"targets": jnp.zeros(2, jnp.int32), **arguments})
 
 
+def test_targets_are_checked_before_a_function_for_a_head_runs():
+    runs = []
+
+    def head(x):
+        jax.debug.callback(lambda: runs.append(1))
+        return x
+
+    with pytest.raises(ValueError, match="targets: got"):
+        fused_cross_entropy(hidden=jnp.ones((2, D)), targets=jnp.array([D, 0]), lm_head_fn=head, chunk_size=1)
+    jax.effects_barrier()
+    assert not runs
+
+
 @pytest.mark.parametrize("strategy", ["vocab", "block", "token"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_gradients_of_logits_in_blocks_that_do_not_divide_the_vocabulary(strategy, reduction):

@@ -50,20 +50,15 @@ def head_function_loss(loss: Callable[..., Any], arguments: dict[str, Any]) -> A
         if x is not None
     }
 
-    entries = 0
+    _check_logits_and_targets(function, blocks["hidden"], per_token["targets"], options)
 
     @jax.checkpoint
     def loss_of_block(block: dict[str, jax.Array]) -> Any:
-        nonlocal entries
         # A token of weight 0 may hold NaN, which would reach the gradients of what the function closes over.
         logits: Any = function(jnp.where(_counts(block, options["ignore_index"])[:, None], block.pop("hidden"), 0))
-        if logits.ndim != 2 or logits.shape[0] != size:
-            raise ValueError(f"lm_head_fn: got logits of shape {tuple(logits.shape)}, wants [{size}, V]")
-        entries = logits.shape[-1]
         return loss(logits, **block, **options, reduction="none" if reduction == "none" else "sum")
 
     results = jax.lax.map(loss_of_block, blocks)
-    _check_targets(per_token["targets"], entries, options)
     return _results_of_blocks(results, reduction, shape)
 
 
@@ -79,10 +74,27 @@ def _results_of_blocks(results: Any, reduction: str, shape: tuple[int, ...]) -> 
     return type(results)(loss_, z_loss, weight_sum, accuracy)
 
 
-def _check_targets(targets: Any, entries: int, options: dict[str, Any]) -> None:
-    """Raises ValueError for a target that is no entry, if its value can be read; those of blocks are traced."""
+def _check_logits_and_targets(function: Callable[..., Any], hidden: jax.Array, targets: Any, options: Any) -> None:
+    """Checks, before any block runs, the shape of the logits and the targets whose values can be read.
+
+    In the loop over blocks targets are traced. The vocabulary's size is that of the logits, for which the function is
+    traced once more.
+
+    Args:
+        function: From hidden states to logits.
+        hidden: [blocks, tokens, D].
+        targets: [...] integers, or None.
+        options: The call's options.
+
+    Raises:
+        ValueError: The logits have another shape, or a target is not in the vocabulary.
+    """
+    logits: Any = jax.eval_shape(lambda hidden: jax.lax.map(function, hidden), hidden)
+    size, shape = hidden.shape[1], tuple(logits.shape[1:])
+    if len(shape) != 2 or shape[0] != size:
+        raise ValueError(f"lm_head_fn: got logits of shape {shape}, wants [{size}, V]")
     if targets is not None and options["vocab_parallel_axis"] is None:
-        check_conditions((condition_of_targets(targets, entries, options["ignore_index"]),))
+        check_conditions((condition_of_targets(targets, shape[1], options["ignore_index"]),))
 
 
 def _counts(block: dict[str, jax.Array], ignore_index: int) -> jax.Array:
