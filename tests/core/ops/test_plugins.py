@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from types import SimpleNamespace
 
+import pluggy
 import pytest
 import toy
 from toy import toy as call
@@ -74,6 +75,37 @@ def test_a_misspelt_hook_is_reported(use):
             return ()
 
     assert "ejkernel_implementation" in errors(use(toy.entry_point("typo", Hooks)))["typo"]
+
+
+class HooksWithoutMarker:
+    def ejkernel_implementations(self):
+        return (toy.implementation(),)
+
+
+class HookOfAnotherLibrary:
+    @pluggy.HookimplMarker("other")
+    def ejkernel_ops(self):
+        return (toy.OP,)
+
+
+class HookThatIsNoFunction:
+    ejkernel_implementations = (toy.implementation(),)
+
+
+@pytest.mark.parametrize(
+    ("hooks", "error"),
+    [
+        (HooksWithoutMarker, "ejkernel_implementations: got a function without it, wants"),
+        (HookOfAnotherLibrary, "ejkernel_ops: got a function without it, wants"),
+        (HookThatIsNoFunction, "ejkernel_implementations: got a tuple, wants"),
+    ],
+)
+def test_a_hook_without_its_decorator_is_reported_and_the_rest_works(use, x, hooks, error):
+    registry = use(toy.entry_point("unmarked", hooks), toy.plugin(toy.implementation()))
+
+    error = f"TypeError: {error} a function with the decorator @ejkernel.ops.hookimpl"
+    assert errors(registry) == {"unmarked": error, "toy": None}
+    assert error in str(ejkernel.explain("toy", x))
 
 
 def test_a_hook_that_returns_something_else_is_reported(use):

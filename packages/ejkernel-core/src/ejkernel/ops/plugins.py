@@ -7,6 +7,7 @@ names its functions as `"module:function"`, and they are imported when it is fir
 import dataclasses
 import importlib
 import importlib.metadata
+import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -273,12 +274,23 @@ def _declarations_of_entry_point(entry_point: importlib.metadata.EntryPoint) -> 
     # A manager for each plugin: one that raises, or misspells a hook, cannot affect the calls of the others.
     manager = pluggy.PluginManager(GROUP)
     manager.add_hookspecs(Hooks)
-    manager.register(entry_point.load(), name=entry_point.name)
+    plugin = entry_point.load()
+    _check_markers(manager, plugin)
+    manager.register(plugin, name=entry_point.name)
     manager.check_pending()
     return (
         _checked_hook_results(manager.hook.ejkernel_ops, Op),
         _checked_hook_results(manager.hook.ejkernel_implementations, Implementation),
     )
+
+
+def _check_markers(manager: pluggy.PluginManager, plugin: Any) -> None:
+    """Raises TypeError for a hook of a plugin that has no `@hookimpl`: pluggy would not call it."""
+    for name in (name for name in vars(Hooks) if name.startswith("ejkernel_")):
+        hook = getattr(plugin, name, None)
+        if hook is not None and manager.parse_hookimpl_opts(plugin, name) is None:
+            got = "a function without it" if inspect.isroutine(hook) else f"a {type(hook).__name__}"
+            raise TypeError(f"{name}: got {got}, wants a function with the decorator @ejkernel.ops.hookimpl")
 
 
 def _checked_hook_results(hook: Callable[[], list[Iterable[Any]]], kind: type) -> list[Any]:
