@@ -10,6 +10,8 @@ from readme_table import CHOSEN_MARK, ONLY_PINNED_MARK, PATTERN_BY_COLUMN, marks
 
 ROOT = Path(__file__).parents[2]
 MAX_WORDS_OF_CHANGE = 20
+FRAGMENT_NAME = re.compile(r"(\d+|\+[\w-]+)\.(breaking|feature|performance|bugfix|misc)(\.[1-9]\d*)?\.md")
+"""Towncrier ignores what is not a number after the type, so two such names would be one."""
 HOW_TO_RENEW = (
     "the README's table of operations is out of date (`python tests/project/readme_table.py --write` renews it)"
 )
@@ -65,6 +67,7 @@ def test_the_readme_claims_no_kernel_that_is_not_there():
 
 def test_change_fragments_are_one_line_and_imperative():
     for fragment in (ROOT / "changes").glob("*/*.md"):
+        assert FRAGMENT_NAME.fullmatch(fragment.name), f"{fragment.name}: wants a name as changes/README.md says"
         text = fragment.read_text()
         assert re.fullmatch(r"[A-Z].*\n", text), f"{fragment.name}: wants one line"
         assert len(text.split()) <= MAX_WORDS_OF_CHANGE, f"{fragment.name}: wants at most {MAX_WORDS_OF_CHANGE} words"

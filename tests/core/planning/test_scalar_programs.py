@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from ejkernel.families.tiled_attention.mask_bounds import values_of_nodes
-from ejkernel.planning.scalar_programs import compute_node, loaded_arrays, scalar_program
+from ejkernel.planning.scalar_operations import compute_node
+from ejkernel.planning.scalar_programs import loaded_arrays, scalar_program
 from ejkernel.types.pair_functions import mask_function, score_function
 
 TABLE = jax.random.normal(jax.random.key(0), (4, 9))

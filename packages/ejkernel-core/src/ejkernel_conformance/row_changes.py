@@ -49,7 +49,7 @@ def with_axis(family: Family, record: Any, letter: str, index: np.ndarray, size:
     """Returns the record with the entries `index` along an axis of `size`, in all arrays that have the axis."""
     axes, changes = family.axes_of(record), dict[str, Any]()
     for name, x in array_fields(record).items():
-        letters = (axes[name] or "").split()
+        letters = list[str]((axes[name] or "").split())
         if letter in letters and len(letters) == x.ndim and x.shape[letters.index(letter)] == size:
             changes[name] = np.take(x, index, axis=letters.index(letter))
     return dataclasses.replace(record, **changes)

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -24,11 +24,11 @@ from ejkernel.planning.scalar_operations import (
     LOADED_DTYPES,
     OPERATIONS,
     ZERO,
-    ScalarNode,
     compute_node,
     simplified,
     unknown_dtype,
 )
+from ejkernel.planning.scalar_operations import ScalarNode as ScalarNode  # kernels import it from here
 from ejkernel.types.pair_functions import INDEX_NAMES, PairFunction, PairProgram
 
 if TYPE_CHECKING:  # `jax.extend` imports Pallas, which calls without these functions do not need
@@ -187,7 +187,7 @@ def _translate_program(program: PairProgram) -> tuple[ScalarProgram, Callable[[S
 
 
 @contextlib.contextmanager
-def _computing_constants() -> Iterator[None]:
+def _computing_constants() -> Generator[None]:
     """Computes operations of constants on one device, also where a call is traced for the shards of a mesh."""
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), jax.ensure_compile_time_eval():
         yield

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.planning.scalar_programs import ScalarProgram, compute_node, loaded_arrays, scalar_program
+from ejkernel.planning.scalar_operations import compute_node
+from ejkernel.planning.scalar_programs import ScalarProgram, loaded_arrays, scalar_program
 from ejkernel.types.pair_functions import INDEX_NAMES, PairFunction
 
 INT32 = np.iinfo(np.int32)
