@@ -8,6 +8,9 @@ from ejkernel_pallas.toolchain import JAX
 from ejkernel_pallas.tpu.interpret import served_device_kinds
 
 SUPPORTED_DTYPES = frozenset({"bfloat16", "float32"})
+SUPPORTED_DTYPES_AND_FLOAT8 = SUPPORTED_DTYPES | {"float8_e4m3fn"}
+MAX_VMEM_BYTES = 40 * 2**20
+"""Bytes of VMEM for blocks and scratch memory: what every chip has, minus what the compiler needs."""
 
 
 def tpu_requires(
@@ -15,6 +18,7 @@ def tpu_requires(
     supported_fields: Iterable[str],
     refusal_reasons: Callable[[Any], Iterable[str]] = lambda record: (),
     head_dims: range | None = None,
+    dtypes: frozenset[str] = SUPPORTED_DTYPES,
 ) -> Requires:
     """Returns requirements that are met by TPUs, and by the CPU where kernels are interpreted.
 
@@ -22,11 +26,12 @@ def tpu_requires(
         supported_fields: Optional fields that the kernels support.
         refusal_reasons: Yields reasons to refuse a record that data cannot express.
         head_dims: Head dimensions that the kernels support; None for operations without heads.
+        dtypes: Dtypes that the kernels support.
     """
     return Requires(
         devices=served_device_kinds(),
         modules=JAX,
-        dtypes=SUPPORTED_DTYPES,
+        dtypes=dtypes,
         head_dims=head_dims,
         handles=frozenset(supported_fields),
         extra=refusal_reasons,

@@ -30,6 +30,7 @@ Gradients = dict[str, jax.Array]
 SHARED_FIELDS = frozenset({"query", "key", "value"})
 SelectedBranchFunction = Callable[[SelectedAttention], BranchResiduals]
 SelectBlocksFunction = Callable[[SelectedAttention, BranchResiduals | None], jax.Array]
+BranchFunction = Callable[[str, SelectedAttention], BranchResiduals | None]
 SelectedGradientsFunction = Callable[[SelectedAttention, BranchResiduals, jax.Array, frozenset[str]], Gradients]
 
 
@@ -64,18 +65,43 @@ def forward(
     Returns:
         [B, T, H, Dv] in the query's dtype, and the residuals for the backward pass.
     """
-    record, chosen = with_zeroed_padding(record), None
-    branches: dict[str, BranchResiduals] = {}
-    for name, branch in (("compressed", compressed(record)), ("window", window(record))):
-        if branch is not None:
-            output, residuals, *_ = dense_kernel.forward(branch)
-            branches[name] = BranchResiduals(output=output, lse=residuals.lse)
-    listed = record
+
+    def attend(name: str, record: SelectedAttention) -> BranchResiduals | None:
+        return run_selected_branch(record) if name == "selected" else dense_branch(name, record, dense_kernel)
+
+    return attend_in_branches(with_zeroed_padding(record), attend, select_blocks)
+
+
+def attend_in_branches(
+    record: SelectedAttention, attend: BranchFunction, select_blocks: SelectBlocksFunction
+) -> tuple[jax.Array, SelectedResiduals]:
+    """Returns output and residuals of a record.
+
+    Args:
+        record: The arguments, with zeros in the padding of queries and gates.
+        attend: (name of a branch, record) -> the branch, or None where the record has no such branch. For `selected`,
+            the record has block indices.
+        select_blocks: As in `forward`.
+    """
+    branches, chosen, listed = dict[str, BranchResiduals](), None, record
+    for name in ("compressed", "window"):
+        if (branch := attend(name, record)) is not None:
+            branches[name] = branch
     if record.block_indices is None:
         chosen = select_blocks(record, branches.get("compressed"))
         listed = dataclasses.replace(record, block_indices=chosen)
-    branches["selected"] = run_selected_branch(listed)
+    if (branch := attend("selected", listed)) is not None:
+        branches["selected"] = branch
     return sum_of_gated_branches(record, branches), SelectedResiduals(**branches, block_indices=chosen)
+
+
+def dense_branch(name: str, record: SelectedAttention, dense_kernel: DenseKernel) -> BranchResiduals | None:
+    """Returns the compressed branch or the window as tiled attention; None where the record has no such branch."""
+    branch = compressed(record) if name == "compressed" else window(record)
+    if branch is None:
+        return None
+    output, residuals, *_ = dense_kernel.forward(branch)
+    return BranchResiduals(output=output, lse=residuals.lse)
 
 
 def backward(

@@ -18,6 +18,8 @@ from ejkernel.families.selected_attention.branches import (
     SHARED_FIELDS,
     DenseKernel,
     Gradients,
+    attend_in_branches,
+    dense_branch,
     dense_branch_gradients,
     sum_branch_gradients,
     with_zeroed_query_padding,
@@ -26,12 +28,10 @@ from ejkernel.families.selected_attention.record import (
     BranchResiduals,
     SelectedAttention,
     SelectedResiduals,
-    compressed,
     num_keys,
     query_positions,
     select,
     starts,
-    sum_of_gated_branches,
 )
 from ejkernel.families.tiled_attention import SoftmaxResiduals
 from ejkernel.families.token_sparse_attention import TokenSparseAttention
@@ -65,22 +65,17 @@ def forward(
     Returns:
         [B, T, H, Dv] in the query's dtype, and the residuals for the backward pass.
     """
-    record, chosen = with_zeroed_query_padding(record), None
-    branches: dict[str, BranchResiduals] = {}
-    compressed_branch = compressed(record)
-    if compressed_branch is not None:
-        output, residuals, *_ = dense_kernel.forward(compressed_branch)
-        branches["compressed"] = BranchResiduals(output=output, lse=residuals.lse)
-    listed = record
-    if record.block_indices is None:
-        chosen = select(record)
-        listed = dataclasses.replace(record, block_indices=chosen)
-    for name in ("window", "selected"):
-        lists = _token_lists(listed, name)
-        if lists is not None:
-            output, residuals = list_kernel.forward(lists)
-            branches[name] = _split_rows(BranchResiduals(output=output, lse=residuals.lse), record)
-    return sum_of_gated_branches(record, branches), SelectedResiduals(**branches, block_indices=chosen)
+
+    def attend(name: str, record: SelectedAttention) -> BranchResiduals | None:
+        if name == "compressed":
+            return dense_branch(name, record, dense_kernel)
+        lists = _token_lists(record, name)
+        if lists is None:
+            return None
+        output, residuals = list_kernel.forward(lists)
+        return _split_rows(BranchResiduals(output=output, lse=residuals.lse), record)
+
+    return attend_in_branches(with_zeroed_query_padding(record), attend, lambda record, _: select(record))
 
 
 def backward(pullback: Pullback, list_kernel: TokenListKernel, dense_kernel: DenseKernel) -> Gradients:

@@ -14,6 +14,7 @@ from ejkernel.ops.chips import MEBI, Tpu, tpu_of
 from ejkernel.ops.params import Direction
 from ejkernel.planning.fixed_sizes import with_fixed_sizes
 from ejkernel_pallas.tpu.generations import has_256_wide_mxu
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, pad_to_lanes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,6 @@ class TpuMatmul:
 PUBLIC_FIELDS = {"block_m": "block_m", "block_k": "block_k", "block_n": "block_n"}
 """Maps fields of the public configuration to fields of this one."""
 
-LANES = 128
 MAX_WHOLE_COLUMNS_VMEM_BYTES = 32 * 2**20
 """Bytes of VMEM for a tile that has to have all columns of a matrix."""
 TILE_ROW_SIZES = (1024, 512, 256, 128)
@@ -146,24 +146,24 @@ def whole_columns_vmem_bytes(record: GatedGroupedMatmul) -> int:
     width = record.rhs.shape[1 if record.transpose_rhs else 2]
     if not record.gated or record.interleaved or width // 2 % LANES == 0:
         return 0
-    return _vmem_bytes(ungated_product_record(record), "forward", LANES, LANES, _pad_to_lanes(width))
+    return _vmem_bytes(ungated_product_record(record), "forward", LANES, LANES, pad_to_lanes(width))
 
 
 def _largest_tiles_with_whole_columns(record: GatedGroupedMatmul) -> TpuMatmul:
     """Returns the largest tiles with all columns of a matrix that fit VMEM."""
     product = ungated_product_record(record)
-    width, most = _pad_to_lanes(columns(product)), (_tile_rows(product), min(1024, _pad_to_lanes(product.lhs.shape[1])))
+    width, most = pad_to_lanes(columns(product)), (_tile_rows(product), min(1024, pad_to_lanes(product.lhs.shape[1])))
     sizes = [(m, k) for k in (1024, 512, 256, LANES) for m in TILE_ROW_SIZES if m <= most[0] and k <= most[1]]
     fitting_sizes = (
         size for size in sizes if _vmem_bytes(product, "forward", *size, width) <= MAX_WHOLE_COLUMNS_VMEM_BYTES
     )
     m, k = next(fitting_sizes, (LANES, LANES))
-    return TpuMatmul(block_m=m, block_k=k, block_n=_pad_to_lanes(width // 2))
+    return TpuMatmul(block_m=m, block_k=k, block_n=pad_to_lanes(width // 2))
 
 
 def _halve_columns(tiles: TpuMatmul) -> TpuMatmul:
     """Returns tiles with the same products, where two columns make one column of the output."""
-    return dataclasses.replace(tiles, block_n=_pad_to_lanes(max(LANES, tiles.block_n // 2)))
+    return dataclasses.replace(tiles, block_n=pad_to_lanes(max(LANES, tiles.block_n // 2)))
 
 
 def candidates(record: GroupedMatmul, device: Any, direction: Direction) -> tuple[TpuMatmul, ...]:
@@ -187,8 +187,8 @@ def _tile_rows(record: GroupedMatmul) -> int:
 def _tiles_that_fit(record: GroupedMatmul, limits: TileLimits, direction: Direction) -> Iterator[TpuMatmul]:
     """Yields each of the tiles that fit memory once."""
     depth, width, listed_tiles = (
-        _pad_to_lanes(record.lhs.shape[1]),
-        _pad_to_lanes(columns(record)),
+        pad_to_lanes(record.lhs.shape[1]),
+        pad_to_lanes(columns(record)),
         set[tuple[int, int, int]](),
     )
     sizes = [(1024, 1024), (2048, 1024), (1024, 2048), (depth, 512), (depth, 1024)]
@@ -196,7 +196,7 @@ def _tiles_that_fit(record: GroupedMatmul, limits: TileLimits, direction: Direct
         sizes.append((depth, 2048))  # reads rows half as often: with few rows, reading matrices is the bottleneck
     for height in (_tile_rows(record), _tile_rows(record) // 2):
         for k, n in sizes:
-            tiles = (min(max(LANES, height), _pad_to_lanes(record.lhs.shape[0])), min(k, depth), min(n, width))
+            tiles = (min(max(LANES, height), pad_to_lanes(record.lhs.shape[0])), min(k, depth), min(n, width))
             unrolled_columns = tiles[2] if direction == "backward" else min(tiles[2], MAX_UNROLLED_COLUMNS)
             fits_vmem = _vmem_bytes(record, direction, *tiles) <= limits.candidate_vmem_bytes
             fits_vmem = fits_vmem and tiles[0] * tiles[1] * unrolled_columns <= limits.max_multiplications
@@ -229,7 +229,3 @@ def _estimate_seconds(record: GroupedMatmul, tpu: Tpu, tiles: TpuMatmul) -> floa
     # Starting and ending a tile costs as much as 40 of its contracted elements, and more if it has several steps.
     products = 2 * (rows + groups * min(m, 256) / 2) * steps * (k + 40) * column_tiles * n
     return max(products / tpu.flops, lhs_copy_bytes / tpu.bandwidth)
-
-
-def _pad_to_lanes(size: int) -> int:
-    return cdiv(size, LANES) * LANES

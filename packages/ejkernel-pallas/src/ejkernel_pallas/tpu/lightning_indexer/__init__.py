@@ -3,7 +3,6 @@
 The requirements and limits of the kernel are data in this module, so Pallas is not imported before a call.
 """
 
-import dataclasses
 from collections.abc import Iterable
 
 from ejkernel.families.lightning_indexer import FAMILY, LightningIndexer
@@ -11,11 +10,17 @@ from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 from ejkernel_pallas.tpu.lightning_indexer import config
-from ejkernel_pallas.tpu.requirements import SUPPORTED_DTYPES, make_mosaic_tpu_implementation, tpu_requires
+from ejkernel_pallas.tpu.requirements import (
+    SUPPORTED_DTYPES_AND_FLOAT8,
+    make_mosaic_tpu_implementation,
+    tpu_requires,
+)
 
 HANDLES = frozenset({"key_scales", "rectify"})
+HEAD_DIMS = range(1, 257)
+"""The channels of queries and keys."""
 MAX_HEADS = 256
-"""The most heads: a block in VMEM has all heads of its queries."""
+"""The most heads: all heads of a block, or all products of a query with some keys, are in VMEM."""
 MAX_TOP_K = 4096
 """The most keys that are sorted in VMEM."""
 MAX_QUERIES_OF_XLA = 8
@@ -61,9 +66,11 @@ def implementations() -> tuple[Implementation, ...]:
         make_mosaic_tpu_implementation(
             FAMILY,
             ConfigSpace.of(config, forward=config.TpuIndexerTiles),
-            dataclasses.replace(
-                tpu_requires(supported_fields=HANDLES, refusal_reasons=_refusal_reasons, head_dims=range(1, 257)),
-                dtypes=SUPPORTED_DTYPES | {"float8_e4m3fn"},
+            tpu_requires(
+                supported_fields=HANDLES,
+                refusal_reasons=_refusal_reasons,
+                head_dims=HEAD_DIMS,
+                dtypes=SUPPORTED_DTYPES_AND_FLOAT8,
             ),
             backward=False,
             cases="ejkernel_pallas.tpu.lightning_indexer.cases:cases",

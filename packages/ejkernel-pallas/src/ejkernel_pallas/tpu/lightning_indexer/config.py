@@ -6,8 +6,8 @@ from typing import Any
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.lightning_indexer import LightningIndexer, wide_query_dtype
 from ejkernel.ops.params import Direction
+from ejkernel_pallas.tpu.mosaic.vectors import LANES
 
-LANES = 128
 BLOCK_Q = LANES
 """Queries per block: each has a lane of the vector registers."""
 KEYS_PER_PRODUCT = 256

@@ -14,11 +14,12 @@ from ejkernel.families.lightning_indexer import (
     with_wide_query,
 )
 from ejkernel_pallas.tpu.lightning_indexer import plan
-from ejkernel_pallas.tpu.lightning_indexer.config import BLOCK_Q, LANES, TpuIndexerTiles
+from ejkernel_pallas.tpu.lightning_indexer.config import BLOCK_Q, TpuIndexerTiles
 from ejkernel_pallas.tpu.lightning_indexer.kernels.refs import IndexerRefs
 from ejkernel_pallas.tpu.lightning_indexer.kernels.score_and_select import score_and_select
 from ejkernel_pallas.tpu.lightning_indexer.spec import IndexerSpec, make_spec
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch, vmem_limit_bytes
+from ejkernel_pallas.tpu.mosaic.vectors import LANES
 
 
 def forward(record: LightningIndexer, config: TpuIndexerTiles) -> tuple[TopKeyIndicesAndScores, tuple[()]]:

@@ -3,24 +3,24 @@
 The requirements and limits of the kernel are data in this module, so Pallas is not imported before a call.
 """
 
-import dataclasses
 from collections.abc import Iterable
 
 from ejkernel.families.lightning_indexer import FAMILY, LightningIndexer, num_keys
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
+from ejkernel_pallas.tpu.lightning_indexer import HEAD_DIMS, MAX_HEADS, MAX_TOP_K
 from ejkernel_pallas.tpu.lightning_indexer_decode import config
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
-from ejkernel_pallas.tpu.requirements import SUPPORTED_DTYPES, make_mosaic_tpu_implementation, tpu_requires
+from ejkernel_pallas.tpu.requirements import (
+    SUPPORTED_DTYPES_AND_FLOAT8,
+    make_mosaic_tpu_implementation,
+    tpu_requires,
+)
 
 HANDLES = frozenset({"block_tables", "key_scales", "rectify"})
 MAX_QUERIES = 8
 """The most queries per batch row: each is selected for separately."""
-MAX_HEADS = 256
-"""The most heads: all products of a query with some keys are in VMEM."""
-MAX_TOP_K = 4096
-"""The most keys that are sorted in VMEM."""
 MAX_KEYS = 2**23
 """The most keys of a row: the number of 128 keys, of which a key is, has two bytes."""
 MAX_QUERIES_OF_FEW_KEYS = 2
@@ -90,9 +90,11 @@ def implementations() -> tuple[Implementation, ...]:
         make_mosaic_tpu_implementation(
             FAMILY,
             ConfigSpace.of(config, forward=config.TpuIndexerDecodeTiles),
-            dataclasses.replace(
-                tpu_requires(supported_fields=HANDLES, refusal_reasons=_refusal_reasons, head_dims=range(1, 257)),
-                dtypes=SUPPORTED_DTYPES | {"float8_e4m3fn"},
+            tpu_requires(
+                supported_fields=HANDLES,
+                refusal_reasons=_refusal_reasons,
+                head_dims=HEAD_DIMS,
+                dtypes=SUPPORTED_DTYPES_AND_FLOAT8,
             ),
             folder="lightning_indexer_decode",
             backward=False,

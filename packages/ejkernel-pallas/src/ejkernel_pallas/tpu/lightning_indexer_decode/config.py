@@ -8,13 +8,12 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.lightning_indexer import LightningIndexer, num_keys, wide_query_dtype
 from ejkernel.ops.params import Direction
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES
+from ejkernel_pallas.tpu.requirements import MAX_VMEM_BYTES
 
 KEYS_PER_STEP = LANES * SUBLANES
 """Keys whose scores fill a register of one query; tiles are multiples of this."""
 MAX_PAGE_SLOTS = 2**13
 """The most slots of a page: a tile has whole pages."""
-MAX_VMEM_BYTES = 40 * 2**20
-"""Bytes of VMEM for blocks and scratch memory: what every chip has, minus what the compiler needs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

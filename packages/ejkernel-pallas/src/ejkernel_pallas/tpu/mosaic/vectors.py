@@ -15,6 +15,11 @@ from ejkernel.arithmetic import cdiv
 LANES, SUBLANES = 128, 8
 
 
+def pad_to_lanes(size: int) -> int:
+    """Returns a size padded to whole lane groups."""
+    return cdiv(size, LANES) * LANES
+
+
 def lane_groups(x: jax.Array) -> list[jax.Array]:
     """Returns the lane groups [n, 128] of an array [n, m]."""
     return [x[:, lane : lane + LANES] for lane in range(0, x.shape[1], LANES)]

@@ -8,8 +8,8 @@ from ejkernel.families.quantized_matmul import FAMILY, QuantizedMatmul
 from ejkernel.ops.params import Direction
 from ejkernel.planning.fixed_sizes import with_fixed_sizes
 from ejkernel.planning.quantized_formats import WORD_BITS
+from ejkernel_pallas.tpu.mosaic.vectors import LANES
 
-LANES = 128
 ROW_PADDING_MULTIPLE = 16
 """Rows of x are padded to a multiple of this: whole registers of bfloat16."""
 

@@ -6,8 +6,8 @@ from typing import Any
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.selected_attention import SelectedAttention, blocks_per_query, num_listable_blocks
 from ejkernel.ops.params import Direction
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, pad_to_lanes
 
-LANES = 128
 TILE_ROWS_MULTIPLE = 1024
 """The rows of a tile of queries are a multiple of this, so that the lse of a tile fills whole registers."""
 MAX_TILE_ROWS = 2**14
@@ -127,11 +127,6 @@ def num_parts(record: SelectedAttention) -> int:
     """Returns the number of parts of all blocks."""
     splits, _ = parts_per_block_and_keys_per_part(record)
     return cdiv(splits * num_listable_blocks(record), blocks_per_part(record))
-
-
-def pad_to_lanes(size: int) -> int:
-    """Returns a size padded to whole lane groups."""
-    return cdiv(size, LANES) * LANES
 
 
 def key_tile_sizes(record: SelectedAttention, config: TpuSelected) -> tuple[int, int, int]:

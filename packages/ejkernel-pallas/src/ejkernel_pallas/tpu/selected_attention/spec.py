@@ -10,6 +10,7 @@ from ejkernel.arithmetic import LOG2E, cdiv
 from ejkernel.families.selected_attention import SelectedAttention
 from ejkernel.ops.params import Direction
 from ejkernel.planning.precision import product_precision
+from ejkernel_pallas.tpu.mosaic.vectors import pad_to_lanes
 from ejkernel_pallas.tpu.selected_attention import config as tiles
 from ejkernel_pallas.tpu.selected_attention.config import TpuSelected
 
@@ -92,8 +93,8 @@ def make_spec(record: SelectedAttention, config: TpuSelected, direction: Directi
         num_query_tiles=cdiv(tokens, config.block_q),
         group_size=heads // kv_heads,
         rows_per_token=rows,
-        key_width=tiles.pad_to_lanes(head_dim),
-        value_width=tiles.pad_to_lanes(value_dim),
+        key_width=pad_to_lanes(head_dim),
+        value_width=pad_to_lanes(value_dim),
         blocks_per_part=tiles.blocks_per_part(record),
         parts_per_block=splits,
         keys_per_part=size,

@@ -7,7 +7,8 @@ from typing import Any
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.selected_attention import SelectedAttention, blocks_per_query, num_keys
 from ejkernel.ops.params import Direction
-from ejkernel_pallas.tpu.mosaic.vectors import LANES
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, pad_to_lanes
+from ejkernel_pallas.tpu.requirements import MAX_VMEM_BYTES
 
 KEYS_PER_STEP = 1024
 """Keys of a list per grid step that the heuristic chooses: their scores stay in registers."""
@@ -17,8 +18,6 @@ MAX_COPIES_PER_STEP = 256
 """The most copies of keys per grid step, whose starts are laid out one after another."""
 NUM_BUFFERS = 3
 """Buffers of keys and values: those of two later steps are copied while a step is computed."""
-MAX_VMEM_BYTES = 40 * 2**20
-"""Bytes of VMEM for blocks and scratch memory: what every chip has, minus what the compiler needs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,7 +111,7 @@ def smem_words(record: SelectedAttention) -> int:
 def vmem_bytes(record: SelectedAttention, config: TpuSelectedDecode) -> int:
     """Returns the bytes of VMEM of the buffers of keys and values, two of each block, and scratch memory."""
     kv_heads, itemsize = record.key.shape[2], record.key.dtype.itemsize
-    lanes = sum(cdiv(x.shape[3], LANES) * LANES for x in (record.key, record.value))
+    lanes = sum(pad_to_lanes(x.shape[3]) for x in (record.key, record.value))
     heads_per_word = elements_per_word(record) if kv_heads > 1 else 1
     copied_heads = max(config.lists * heads_per_word, kv_heads if record.window_size is not None else 1)
     buffers = NUM_BUFFERS * copied_heads * config.block_kv * lanes * itemsize

@@ -1,6 +1,5 @@
 """Forward pass of the decode step of native sparse attention on TPUs: lists of blocks, and block means."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -12,22 +11,21 @@ from ejkernel.families.selected_attention import (
     BranchResiduals,
     SelectedAttention,
     SelectedResiduals,
-    compressed,
     select,
-    sum_of_gated_branches,
 )
-from ejkernel.families.selected_attention.branches import with_zeroed_query_padding
-from ejkernel.ops.nested import dispatched_forward
+from ejkernel.families.selected_attention.branches import (
+    attend_in_branches,
+    dense_branch,
+    with_zeroed_query_padding,
+)
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch, vmem_limit_bytes
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
+from ejkernel_pallas.tpu.selected_attention.forward import DENSE_KERNEL
 from ejkernel_pallas.tpu.selected_attention_decode import plan
 from ejkernel_pallas.tpu.selected_attention_decode.config import NUM_BUFFERS, TpuSelectedDecode
 from ejkernel_pallas.tpu.selected_attention_decode.kernels.attend_blocks import attend_blocks
 from ejkernel_pallas.tpu.selected_attention_decode.kernels.refs import SelectedDecodeRefs
 from ejkernel_pallas.tpu.selected_attention_decode.spec import BlockLists, SelectedDecodeSpec, make_spec
-
-DENSE_OPERATION = "flash_attention"
-"""The operation that attends to block means."""
 
 
 def forward(record: SelectedAttention, config: TpuSelectedDecode) -> tuple[jax.Array, SelectedResiduals]:
@@ -40,20 +38,14 @@ def forward(record: SelectedAttention, config: TpuSelectedDecode) -> tuple[jax.A
     Returns:
         [B, T, H, Dv] in the query's dtype, and the residuals for the backward pass.
     """
-    record, chosen = with_zeroed_query_padding(record), None
-    branches: dict[str, BranchResiduals] = {}
-    means = compressed(record)
-    if means is not None:
-        output, residuals, *_ = dispatched_forward(DENSE_OPERATION, means)
-        branches["compressed"] = BranchResiduals(output=output, lse=residuals.lse)
-    if record.window_size is not None:
-        branches["window"] = _attend(record, plan.window_lists(record), config)
-    listed = record
-    if record.block_indices is None:
-        chosen = select(record)
-        listed = dataclasses.replace(record, block_indices=chosen)
-    branches["selected"] = _attend(record, plan.selected_lists(listed), config)
-    return sum_of_gated_branches(record, branches), SelectedResiduals(**branches, block_indices=chosen)
+
+    def attend(name: str, record: SelectedAttention) -> BranchResiduals | None:
+        if name == "compressed":
+            return dense_branch(name, record, DENSE_KERNEL)
+        lists = plan.window_lists(record) if name == "window" else plan.selected_lists(record)
+        return None if lists is None else _attend(record, lists, config)
+
+    return attend_in_branches(with_zeroed_query_padding(record), attend, lambda record, _: select(record))
 
 
 def _attend(record: SelectedAttention, lists: BlockLists, config: TpuSelectedDecode) -> BranchResiduals:

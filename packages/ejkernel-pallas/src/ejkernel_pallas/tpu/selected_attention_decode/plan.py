@@ -18,9 +18,12 @@ def selected_lists(record: SelectedAttention) -> BlockLists:
     return BlockLists(_readable(record.block_indices, ends, record), ends, None)
 
 
-def window_lists(record: SelectedAttention) -> BlockLists:
-    """Returns the lists of the window branch: the blocks of the newest keys, the same for all heads."""
-    assert record.window_size is not None  # the caller has a window
+def window_lists(record: SelectedAttention) -> BlockLists | None:
+    """Returns the lists of the window branch: the blocks of the newest keys, the same for all heads; None if a record
+    has no window.
+    """
+    if record.window_size is None:
+        return None
     ends, positions = _end_keys(record), jnp.broadcast_to(query_positions(record), record.query.shape[:2])
     window = min(record.window_size, num_keys(record))
     firsts = jnp.maximum(positions - (window - 1), 0)

@@ -6,16 +6,15 @@ from typing import Any
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.token_sparse_attention import TokenSparseAttention
 from ejkernel.ops.params import Direction
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, pad_to_lanes
+from ejkernel_pallas.tpu.requirements import MAX_VMEM_BYTES
 
-LANES = 128
 MAX_TILE_ROWS = 1024
 """The most rows of a tile of queries for a KV head: its query heads, for each query."""
 MAX_PRODUCT_ROWS, MAX_FLOAT32_PRODUCT_ROWS = 256, 32
 """The most rows of a product, whose scores are computed at a time. A product of float32 is several of bfloat16, which
 the compiler lays out one after another.
 """
-MAX_VMEM_BYTES = 40 * 2**20
-"""Bytes of VMEM for blocks and scratch memory: what every chip has, minus what the compiler needs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,11 +75,6 @@ def rows_per_query(record: TokenSparseAttention) -> int:
     """Returns the rows of a query: the query heads of a KV head, padded to whole registers."""
     group = record.query.shape[2] // record.key.shape[2]
     return cdiv(group, 16) * 16
-
-
-def pad_to_lanes(size: int) -> int:
-    """Returns a size padded to whole lane groups."""
-    return cdiv(size, LANES) * LANES
 
 
 def vmem_bytes(record: TokenSparseAttention, config: TpuTokenSparse) -> int:

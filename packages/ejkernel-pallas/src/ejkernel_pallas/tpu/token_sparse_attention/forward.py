@@ -1,6 +1,7 @@
 """Forward pass of token-sparse attention on TPUs."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,8 +11,9 @@ from jax.experimental.pallas import tpu as pltpu
 from ejkernel.families.tiled_attention import SoftmaxResiduals
 from ejkernel.families.token_sparse_attention import TokenSparseAttention
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch, vmem_limit_bytes
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, pad_to_lanes
 from ejkernel_pallas.tpu.token_sparse_attention import plan
-from ejkernel_pallas.tpu.token_sparse_attention.config import LANES, TpuTokenSparse
+from ejkernel_pallas.tpu.token_sparse_attention.config import TpuTokenSparse
 from ejkernel_pallas.tpu.token_sparse_attention.kernels.attend_counted import TokenSparseRefs, attend_counted
 from ejkernel_pallas.tpu.token_sparse_attention.spec import TokenSparseSpec, make_spec
 
@@ -30,9 +32,9 @@ def forward(record: TokenSparseAttention, config: TpuTokenSparse) -> tuple[jax.A
         return output_without_keys(record)
     batch, tokens = record.query.shape[:2]
     spec = make_spec(record, config)
-    inputs, outputs = _inputs(record, spec), _outputs(record, spec)
-    first, end = plan.key_tile_bounds(record, spec)
     rows = (spec.kv_heads, spec.tile_rows)
+    inputs, outputs = _inputs(record, spec), output_operands(record, (batch, spec.num_query_tiles, *rows))
+    first, end = plan.key_tile_bounds(record, spec.block_q, spec.block_kv, spec.num_key_tiles)
     terms = (spec.num_lists, spec.block_q, spec.num_key_tiles * spec.block_kv // LANES, LANES)
     scratch = {
         "list_terms": pltpu.VMEM(terms, jnp.float32),
@@ -62,11 +64,7 @@ def forward(record: TokenSparseAttention, config: TpuTokenSparse) -> tuple[jax.A
 
 def _inputs(record: TokenSparseAttention, spec: TokenSparseSpec) -> dict[str, Operand]:
     """Returns the kernel's inputs: tiles of queries with their lists, and the tiles of keys that they list."""
-
-    def key_tile(b: Any, i: Any, j: Any, first: Any, end: Any) -> Any:
-        # Where a tile is not needed, the index is that of a neighbour, so that nothing is copied.
-        tile = b * spec.num_query_tiles + i
-        return jnp.clip(j, first[tile], end[tile] - 1)
+    key_tile = key_tile_index(spec.num_query_tiles)
 
     def rows_of_keys(array: jax.Array) -> Operand:
         return Operand(array, (None, spec.block_kv, array.shape[2]), lambda *step: (step[0], key_tile(*step), 0))
@@ -89,17 +87,32 @@ def _inputs(record: TokenSparseAttention, spec: TokenSparseSpec) -> dict[str, Op
     return inputs
 
 
-def _outputs(record: TokenSparseAttention, spec: TokenSparseSpec) -> dict[str, Operand]:
-    """Returns the kernel's outputs: rows of outputs, and lse in every lane."""
-    shape = (record.query.shape[0], spec.num_query_tiles, spec.kv_heads, spec.tile_rows)
-    found = {"output": (spec.value_width, record.query.dtype), "lse": (LANES, jnp.float32)}
+def key_tile_index(num_query_tiles: int) -> Callable[..., Any]:
+    """Returns the function from a grid step and the bounds of all tiles of queries to the tile of keys."""
+
+    def key_tile(b: Any, i: Any, j: Any, first: Any, end: Any) -> Any:
+        # Where a tile is not needed, the index is that of a neighbour, so that nothing is copied.
+        tile = b * num_query_tiles + i
+        return jnp.clip(j, first[tile], end[tile] - 1)
+
+    return key_tile
+
+
+def output_operands(record: TokenSparseAttention, shape: tuple[int, ...]) -> dict[str, Operand]:
+    """Returns a kernel's outputs: rows of outputs, and lse in every lane.
+
+    Args:
+        record: The canonical arguments.
+        shape: Batch rows, tiles of queries, and the axes of the rows of a tile.
+    """
+    widths = {"output": (pad_to_lanes(record.value_size), record.query.dtype), "lse": (LANES, jnp.float32)}
     return {
         name: Operand(
             jax.ShapeDtypeStruct((*shape, width), dtype),
             (None, None, *shape[2:], width),
-            lambda *step: (step[0], step[1], 0, 0, 0),
+            lambda *step: (step[0], step[1], *(0,) * (len(shape) - 1)),
         )
-        for name, (width, dtype) in found.items()
+        for name, (width, dtype) in widths.items()
     }
 
 

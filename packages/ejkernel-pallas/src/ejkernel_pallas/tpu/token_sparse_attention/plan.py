@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.token_sparse_attention import TokenSparseAttention
-from ejkernel_pallas.tpu.token_sparse_attention.config import LANES, pad_to_lanes
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, pad_to_lanes
 from ejkernel_pallas.tpu.token_sparse_attention.spec import TokenSparseSpec
 
 
@@ -51,10 +51,12 @@ def key_terms(record: TokenSparseAttention, spec: TokenSparseSpec) -> jax.Array:
     return terms.swapaxes(1, 2).reshape(*terms.shape[::2], spec.num_key_tiles, spec.block_kv // LANES, LANES)
 
 
-def key_tile_bounds(record: TokenSparseAttention, spec: TokenSparseSpec) -> tuple[jax.Array, jax.Array]:
+def key_tile_bounds(
+    record: TokenSparseAttention, block_q: int, block_kv: int, num_key_tiles: int
+) -> tuple[jax.Array, jax.Array]:
     """Returns the first tile of keys that a tile of queries lists, and the tile after the last one, [B tiles] int32."""
-    padding = ((0, 0), (0, spec.num_query_tiles * spec.block_q - record.indices.shape[1]), (0, 0), (0, 0))
-    indices = jnp.pad(record.indices, padding, constant_values=-1).reshape(-1, spec.block_q, *record.indices.shape[2:])
+    padding = ((0, 0), (0, -record.indices.shape[1] % block_q), (0, 0), (0, 0))
+    indices = jnp.pad(record.indices, padding, constant_values=-1).reshape(-1, block_q, *record.indices.shape[2:])
     last = jnp.max(indices, axis=(1, 2, 3))
-    first = jnp.min(jnp.where(indices >= 0, indices, spec.num_key_tiles * spec.block_kv - 1), axis=(1, 2, 3))
-    return first // spec.block_kv, jnp.where(last < 0, first, last) // spec.block_kv + 1
+    first = jnp.min(jnp.where(indices >= 0, indices, num_key_tiles * block_kv - 1), axis=(1, 2, 3))
+    return first // block_kv, jnp.where(last < 0, first, last) // block_kv + 1

@@ -7,6 +7,7 @@ from jax import lax
 from ejkernel.arithmetic import LOG2E, cdiv
 from ejkernel.families.token_sparse_attention import TokenSparseAttention
 from ejkernel.planning.precision import product_precision
+from ejkernel_pallas.tpu.mosaic.vectors import pad_to_lanes
 from ejkernel_pallas.tpu.token_sparse_attention import config as tiles
 from ejkernel_pallas.tpu.token_sparse_attention.config import TpuTokenSparse
 
@@ -75,8 +76,8 @@ def make_spec(record: TokenSparseAttention, config: TpuTokenSparse) -> TokenSpar
         group_size=heads // kv_heads,
         rows_per_query=tiles.rows_per_query(record),
         queries_per_product=max(n for n in range(1, min(most, config.block_q) + 1) if config.block_q % n == 0),
-        key_width=tiles.pad_to_lanes(channels),
-        value_width=tiles.pad_to_lanes(record.value_size),
+        key_width=pad_to_lanes(channels),
+        value_width=pad_to_lanes(record.value_size),
         values_in_keys=record.value is None,
         log2_scale=record.softmax_scale * LOG2E,
         precision=product_precision(record.query.dtype),

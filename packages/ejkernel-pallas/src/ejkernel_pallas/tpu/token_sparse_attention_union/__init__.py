@@ -5,22 +5,17 @@ The requirements and limits of the kernel are data in this module, so Pallas is 
 
 from collections.abc import Iterable
 
-from ejkernel.arithmetic import cdiv
 from ejkernel.families.token_sparse_attention import FAMILY, TokenSparseAttention
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.ops.chips import TPUS
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 from ejkernel_pallas.tpu.requirements import make_mosaic_tpu_implementation, tpu_requires
+from ejkernel_pallas.tpu.token_sparse_attention import HEAD_DIMS, memory_refusal_reasons
 from ejkernel_pallas.tpu.token_sparse_attention_union import config
 
-MAX_HEAD_DIM = 1024
-"""The largest rows of keys that tiles hold."""
-MAX_QUERY_TILES = 2**16
-"""The most tiles of queries: the tiles of keys that they list are in scalar memory."""
 MIN_SCALE, MAX_SCALE = 1e-4, 1e4
 """The limits of the factor on the scores. What is added to them is divided by it before the product."""
-
 
 HEADS = range(64, 129)
 """The query heads for which the order of choice is estimated."""
@@ -66,18 +61,12 @@ def _reason_after_xla(record: TokenSparseAttention, device: DeviceInfo) -> str:
 
 def _refusal_reasons(record: TokenSparseAttention) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
-    (batch, tokens, *_), kv_heads, smallest = record.query.shape, record.key.shape[2], config.SMALLEST_CONFIG
+    kv_heads, smallest = record.key.shape[2], config.SMALLEST_CONFIG
     if kv_heads > 1:
         yield f"key: got {kv_heads} heads, the kernel reads one"
     if not MIN_SCALE <= abs(record.softmax_scale) <= MAX_SCALE:
         yield f"softmax_scale: got {record.softmax_scale}, wants a magnitude from {MIN_SCALE} to {MAX_SCALE}"
-    if (tiles := batch * cdiv(tokens, smallest.block_q)) > MAX_QUERY_TILES:
-        yield f"query: got {tiles} tiles of {smallest.block_q} queries, the kernel takes at most {MAX_QUERY_TILES}"
-    if (needed := config.vmem_bytes(record, smallest)) > config.MAX_VMEM_BYTES:
-        yield (
-            f"key: got {needed} bytes of VMEM for {smallest.block_q} queries and lists of {record.indices.shape[3]} of "
-            f"{record.key.shape[1]} keys, the kernel takes {config.MAX_VMEM_BYTES}"
-        )
+    yield from memory_refusal_reasons(record, smallest.block_q, config.vmem_bytes(record, smallest))
 
 
 def implementations() -> tuple[Implementation, ...]:
@@ -85,7 +74,7 @@ def implementations() -> tuple[Implementation, ...]:
     requires = tpu_requires(
         supported_fields={"softmax_aux"},
         refusal_reasons=_refusal_reasons,
-        head_dims=range(1, MAX_HEAD_DIM + 1),
+        head_dims=HEAD_DIMS,
     )
     return (
         make_mosaic_tpu_implementation(

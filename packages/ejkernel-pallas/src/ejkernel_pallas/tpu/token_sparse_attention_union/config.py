@@ -7,7 +7,8 @@ from typing import Any
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.token_sparse_attention import TokenSparseAttention
 from ejkernel.ops.params import Direction
-from ejkernel_pallas.tpu.mosaic.vectors import LANES
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, pad_to_lanes
+from ejkernel_pallas.tpu.requirements import MAX_VMEM_BYTES
 
 GROUP = 256
 """Keys that one product with a one-hot matrix moves to the front."""
@@ -25,8 +26,6 @@ MAX_COUNT_ROWS = 256
 """The most groups of 128 keys that one product counts the entries of."""
 LIST_PIECE = 2048
 """Entries of a list that one product counts."""
-MAX_VMEM_BYTES = 40 * 2**20
-"""Bytes of VMEM for blocks and scratch memory: what every chip has, minus what the compiler needs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,11 +104,6 @@ def count_rows(record: TokenSparseAttention, config: TpuTokenSparseUnion) -> tup
     groups = num_key_tiles(record, config) * config.block_kv // LANES
     rows = min(MAX_COUNT_ROWS, cdiv(groups, 16) * 16)
     return rows, cdiv(groups, rows) * rows
-
-
-def pad_to_lanes(size: int) -> int:
-    """Returns a size padded to whole lane groups."""
-    return cdiv(size, LANES) * LANES
 
 
 def padded_list(listed: int) -> int:

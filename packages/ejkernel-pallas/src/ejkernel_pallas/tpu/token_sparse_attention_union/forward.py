@@ -11,7 +11,13 @@ from ejkernel.families.tiled_attention import SoftmaxResiduals
 from ejkernel.families.token_sparse_attention import TokenSparseAttention
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch, vmem_limit_bytes
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
-from ejkernel_pallas.tpu.token_sparse_attention.forward import output_without_keys, with_sinks
+from ejkernel_pallas.tpu.token_sparse_attention.forward import (
+    key_tile_index,
+    output_operands,
+    output_without_keys,
+    with_sinks,
+)
+from ejkernel_pallas.tpu.token_sparse_attention.plan import key_tile_bounds
 from ejkernel_pallas.tpu.token_sparse_attention_union import plan
 from ejkernel_pallas.tpu.token_sparse_attention_union.config import GROUP, TpuTokenSparseUnion
 from ejkernel_pallas.tpu.token_sparse_attention_union.kernels.attend_union import attend_union
@@ -32,8 +38,9 @@ def forward(record: TokenSparseAttention, config: TpuTokenSparseUnion) -> tuple[
     if not record.query.size or not record.key.size or not record.indices.size:
         return output_without_keys(record)
     (batch, tokens, heads, _), spec = record.query.shape, make_spec(record, config)
-    inputs, outputs, scratch = _inputs(record, spec), _outputs(record, spec), _scratch(record, spec)
-    first, end = plan.key_tile_bounds(record, spec)
+    inputs, scratch = _inputs(record, spec), _scratch(record, spec)
+    outputs = output_operands(record, (batch, spec.num_query_tiles, spec.tile_rows))
+    first, end = key_tile_bounds(record, spec.block_q, spec.block_kv, spec.num_key_tiles)
     results = launch(
         KernelCall(
             name="ejkernel_token_sparse_attention_union",
@@ -57,13 +64,7 @@ def forward(record: TokenSparseAttention, config: TpuTokenSparseUnion) -> tuple[
 
 def _inputs(record: TokenSparseAttention, spec: UnionSpec) -> dict[str, Operand]:
     """Returns the kernel's inputs: tiles of queries with their lists, and the tiles of keys that they list."""
-
-    def key_tile(b: Any, i: Any, j: Any, first: Any, end: Any) -> Any:
-        # Where a tile is not needed, the index is that of a neighbour, so that nothing is copied.
-        tile = b * spec.num_query_tiles + i
-        return jnp.clip(j, first[tile], end[tile] - 1)
-
-    key, flags = plan.finite_keys(record, spec)
+    key_tile, (key, flags) = key_tile_index(spec.num_query_tiles), plan.finite_keys(record, spec)
     return {
         "query": Operand(
             plan.query_tiles(record, spec),
@@ -77,20 +78,6 @@ def _inputs(record: TokenSparseAttention, spec: UnionSpec) -> dict[str, Operand]
         ),
         "key": Operand(key, (None, spec.block_kv, spec.key_width), lambda *step: (step[0], key_tile(*step), 0)),
         "is_not_finite": Operand(flags, (None, None, *flags.shape[2:]), lambda *step: (step[0], key_tile(*step), 0, 0)),
-    }
-
-
-def _outputs(record: TokenSparseAttention, spec: UnionSpec) -> dict[str, Operand]:
-    """Returns the kernel's outputs: rows of outputs, and lse in every lane."""
-    shape = (record.query.shape[0], spec.num_query_tiles, spec.tile_rows)
-    found = {"output": (spec.value_width, record.query.dtype), "lse": (LANES, jnp.float32)}
-    return {
-        name: Operand(
-            jax.ShapeDtypeStruct((*shape, width), dtype),
-            (None, None, spec.tile_rows, width),
-            lambda *step: (step[0], step[1], 0, 0),
-        )
-        for name, (width, dtype) in found.items()
     }
 
 

@@ -1,4 +1,4 @@
-"""The arrays that the kernel reads: tiles of queries with their lists, finite keys, and which tiles meet."""
+"""The arrays that the kernel reads: tiles of queries with their lists, and finite keys with flags of others."""
 
 import jax
 import jax.numpy as jnp
@@ -42,11 +42,3 @@ def finite_keys(record: TokenSparseAttention, spec: UnionSpec) -> tuple[jax.Arra
     flags = jnp.pad(flags, ((0, 0), (0, missing))).reshape(key.shape[0], spec.num_key_tiles, -1, LANES)
     rows = jnp.pad(jnp.where(is_finite, key, 0), ((0, 0), (0, missing), (0, spec.key_width - key.shape[2])))
     return rows, flags
-
-
-def key_tile_bounds(record: TokenSparseAttention, spec: UnionSpec) -> tuple[jax.Array, jax.Array]:
-    """Returns the first tile of keys that a tile of queries lists, and the tile after the last one, [B tiles] int32."""
-    tiles = list_tiles(record, spec).reshape(-1, spec.block_q * spec.list_length)
-    last = jnp.max(tiles, axis=1)
-    first = jnp.min(jnp.where(tiles >= 0, tiles, spec.num_key_tiles * spec.block_kv - 1), axis=1)
-    return first // spec.block_kv, jnp.where(last < 0, first, last) // spec.block_kv + 1

@@ -7,7 +7,7 @@ from jax import lax
 from ejkernel.arithmetic import LOG2E, cdiv
 from ejkernel.families.token_sparse_attention import TokenSparseAttention
 from ejkernel.planning.precision import product_precision
-from ejkernel_pallas.tpu.mosaic.vectors import LANES
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, pad_to_lanes
 from ejkernel_pallas.tpu.token_sparse_attention_union import config as tiles
 from ejkernel_pallas.tpu.token_sparse_attention_union.config import TpuTokenSparseUnion
 
@@ -94,7 +94,7 @@ def make_spec(record: TokenSparseAttention, config: TpuTokenSparseUnion) -> Unio
         list_piece=min(listed, tiles.LIST_PIECE),
         list_length=listed,
         key_width=tiles.key_width(record, config),
-        value_width=tiles.pad_to_lanes(record.value_size),
+        value_width=pad_to_lanes(record.value_size),
         log2_scale=record.softmax_scale * LOG2E,
         precision=product_precision(record.query.dtype),
     )

@@ -9,11 +9,11 @@ from jax.experimental import pallas as pl
 
 from ejkernel.families.expert_routing import order_preserving_integers
 from ejkernel.families.lightning_indexer import rectify
-from ejkernel_pallas.tpu.lightning_indexer.config import BLOCK_Q, KEYS_PER_PRODUCT, LANES
+from ejkernel_pallas.tpu.lightning_indexer.config import BLOCK_Q, KEYS_PER_PRODUCT
 from ejkernel_pallas.tpu.lightning_indexer.kernels.refs import IndexerRefs
 from ejkernel_pallas.tpu.lightning_indexer.spec import IndexerSpec
 from ejkernel_pallas.tpu.mosaic.loops import for_each_index
-from ejkernel_pallas.tpu.mosaic.vectors import matrix_product, row_to_column
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, matrix_product, row_to_column
 
 NOT_SELECTABLE = -(2**31)
 """The ordered score of a key that a query may not select; no number has it."""

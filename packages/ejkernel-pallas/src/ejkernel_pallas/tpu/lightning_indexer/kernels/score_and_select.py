@@ -19,13 +19,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ejkernel.families.lightning_indexer import floats_from_ordered_integers
-from ejkernel_pallas.tpu.lightning_indexer.config import LANES
 from ejkernel_pallas.tpu.lightning_indexer.kernels.ordered_scores import NOT_SELECTABLE, score_tile
 from ejkernel_pallas.tpu.lightning_indexer.kernels.refs import IndexerRefs
 from ejkernel_pallas.tpu.lightning_indexer.kernels.select_rows import key_indices, select_rows
 from ejkernel_pallas.tpu.lightning_indexer.kernels.sort_rows import load_positions, sort_rows
 from ejkernel_pallas.tpu.lightning_indexer.spec import IndexerSpec
 from ejkernel_pallas.tpu.mosaic.loops import for_each_index
+from ejkernel_pallas.tpu.mosaic.vectors import LANES
 
 
 def score_and_select(refs: IndexerRefs, *, spec: IndexerSpec) -> None:

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ejkernel_pallas.tpu.lightning_indexer.config import KEYS_PER_PRODUCT, LANES
+from ejkernel_pallas.tpu.lightning_indexer.config import KEYS_PER_PRODUCT
 from ejkernel_pallas.tpu.lightning_indexer.kernels.ordered_scores import NOT_SELECTABLE
 from ejkernel_pallas.tpu.lightning_indexer.kernels.refs import IndexerRefs
 from ejkernel_pallas.tpu.lightning_indexer.spec import IndexerSpec
 from ejkernel_pallas.tpu.mosaic.loops import fori_loop
-from ejkernel_pallas.tpu.mosaic.vectors import SUBLANES, matrix_product
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES, matrix_product
 
 SCORE_BITS = 32
 MAX_COUNTED_ROWS = 512

@@ -13,11 +13,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel_pallas.tpu.lightning_indexer.config import LANES
 from ejkernel_pallas.tpu.lightning_indexer.kernels.refs import IndexerRefs
 from ejkernel_pallas.tpu.lightning_indexer.spec import IndexerSpec
 from ejkernel_pallas.tpu.mosaic.loops import fori_loop
-from ejkernel_pallas.tpu.mosaic.vectors import SUBLANES
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES
 
 SUBLANE_BITS = SUBLANES.bit_length() - 1
 BLOCK_BITS = LANES.bit_length() - 1 - SUBLANE_BITS
