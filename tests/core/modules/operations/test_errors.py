@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.modules import blocksparse_attention, flash_attention, gla_attention, grouped_matmul
+from ejkernel import explain
+from ejkernel.modules import blocksparse_attention, flash_attention, gated_delta_rule, gla_attention, grouped_matmul
 from ejkernel.types.sparse_masks import CausalMask, LocalMask
 
 X = jnp.ones((1, 16, 2, 8))
@@ -26,6 +27,14 @@ def test_eight_bit_floats_are_refused_by_their_dtype(dtype):
     x = X.astype(dtype)
     with pytest.raises(NotImplementedError, match=f"dtype {dtype} is not among"):
         flash_attention(x, x, x)
+
+
+@pytest.mark.parametrize("run", [lambda function, *args: function(*args), explain])
+def test_eight_bit_floats_that_jax_does_not_promote_are_named(run):
+    x, beta = X.astype("float8_e4m3fn"), X[..., 0]
+    message = "query, key, value: got float8_e4m3fn, gated_delta_rule wants floats of 16 bits or more in this call"
+    with pytest.raises(NotImplementedError, match=message):
+        run(gated_delta_rule, x, x, x, beta, beta)
 
 
 def gradient(x):

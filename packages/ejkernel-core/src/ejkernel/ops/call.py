@@ -7,6 +7,7 @@ from collections.abc import Generator, Mapping
 from typing import Any, get_args
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ejkernel import _compat
@@ -89,9 +90,8 @@ def call(
     options = CallSettings(plan, mesh, specs, out_specs, chain.cache.generation)
     outer = caller_arguments.set(args)
     try:
-        return _compiled_function(options, args)
-    except (TypeError, jax.errors.InconclusiveDimensionOperation) as error:
-        raise _explain_jax_error(op, args, error) from error
+        with _explained_jax_errors(op, args):
+            return _compiled_function(options, args)
     finally:
         caller_arguments.reset(outer)
 
@@ -171,7 +171,8 @@ def decide(op: Op, args: Any, **options: Any) -> Decision:
             return record_on_shard(op, args, placed, _as_specs(specs), out_specs, explain_record)
         return explain_record(op.lower(args))
 
-    with _context({caller_arguments: args, caller_platform: plan.platform, nested_call_notes: []}):
+    context = _context({caller_arguments: args, caller_platform: plan.platform, nested_call_notes: []})
+    with context, _explained_jax_errors(op, args):
         jax.eval_shape(explain_traced_call, args)
     return decisions[0]
 
@@ -240,15 +241,26 @@ def _is_traced_call(args: Any) -> bool:
     return _compat.under_trace() or any(_compat.is_tracer(leaf) for leaf in jax.tree.leaves(args))
 
 
+@contextlib.contextmanager
+def _explained_jax_errors(op: Op, args: Any) -> Generator[None]:
+    """Raises the errors of JAX that `_explain_jax_error` explains in its words."""
+    try:
+        yield
+    except (TypeError, jax.errors.InconclusiveDimensionOperation, jax.dtypes.TypePromotionError) as error:
+        raise _explain_jax_error(op, args, error) from error
+
+
 def _explain_jax_error(op: Op, args: Any, error: Exception) -> Exception:
     """Returns an error of JAX in words about the call: forward-mode derivatives, symbolic dimensions, unhashable
-    values.
+    values, dtypes of 8 bits.
     """
     if "forward-mode autodiff (jvp)" in str(error):
         return NotImplementedError(
             f"{op.name} has no forward-mode derivative (jax.jvp, jax.jacfwd, jax.linearize): use jax.grad or jax.vjp, "
             "or make the call under `ejkernel.ops.forward_mode()`"
         )
+    if isinstance(error, jax.dtypes.TypePromotionError):
+        return _name_narrow_arguments(op, args, error)
     symbolic = {name: x.shape for name, x in array_fields(args).items() if _has_symbolic_size(x)}
     if symbolic:
         shapes = ", ".join(f"{name} {list(map(str, shape))}" for name, shape in symbolic.items())
@@ -257,6 +269,21 @@ def _explain_jax_error(op: Op, args: Any, error: Exception) -> Exception:
             "program for every size"
         )
     return _name_unhashable_argument(op, args, error)
+
+
+def _name_narrow_arguments(op: Op, args: Any, error: Exception) -> Exception:
+    """Names the arguments of 8-bit floats, which JAX does not promote; without one, the error stays as it was."""
+    narrow = {name: x.dtype.name for name, x in array_fields(args).items() if _is_narrow_float(x)}
+    if not narrow:
+        return error
+    return NotImplementedError(
+        f"{', '.join(narrow)}: got {', '.join(dict.fromkeys(narrow.values()))}, {op.name} wants floats of 16 bits or "
+        "more in this call"
+    )
+
+
+def _is_narrow_float(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 16
 
 
 def _has_symbolic_size(value: Any) -> bool:
