@@ -244,6 +244,21 @@ def test_no_array_has_all_tokens_and_the_whole_vocabulary(reduction):
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * gradients + 3 * 4 * block * entries + 2**20
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_only_smoothing_takes_a_second_array_of_logits(smoothing):
+    tokens, channels, entries = 256, 64, 4096
+    shapes = [(tokens, channels), (channels, entries)]
+    hidden, head = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    targets = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+
+    def loss(hidden, head, targets):
+        options = {"reduction": "none", "label_smoothing": smoothing, "platform": "xla"}
+        return fused_cross_entropy(hidden=hidden, lm_head_weight=head, targets=targets, **options).loss
+
+    memory = jax.jit(loss).lower(hidden, head, targets).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < (2.5 if smoothing else 1.5) * 4 * tokens * entries
+
+
 def test_tokens_to_ignore_may_hold_anything():
     given = arrays()
     poisoned = {**given, "hidden": given["hidden"].at[3].set(jnp.nan)}

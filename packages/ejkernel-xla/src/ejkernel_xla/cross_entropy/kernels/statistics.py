@@ -43,28 +43,44 @@ def statistics_of_tokens(record: CrossEntropy, block_v: int) -> TokenStatistics:
     start = TokenStatistics(jnp.full(tokens, -jnp.inf, dtype), jnp.full(tokens, -1, jnp.int32), zeros, zeros, zeros)
 
     def add(span: AxisSpan, statistics: TokenStatistics) -> TokenStatistics:
-        return add_block(statistics, vocabulary_block(record, span), span)
+        return add_block(statistics, record, vocabulary_block(record, span), span)
 
     return loop_over_spans(vocabulary(record), block_v, add, start)
 
 
-def add_block(statistics: TokenStatistics, block: VocabularyBlock, span: AxisSpan) -> TokenStatistics:
+def add_block(
+    statistics: TokenStatistics, record: CrossEntropy, block: VocabularyBlock, span: AxisSpan
+) -> TokenStatistics:
     """Returns statistics with those of a block of logits."""
     values = jnp.where(block.new, block.values, -jnp.inf)
     entry = jnp.argmax(values, axis=1)
     best = jnp.max(values, axis=1)
     largest = jnp.maximum(statistics.largest, best)
     relative = exponential_offset(largest)
+    target_logit_sum, target_sum = target_sums(record, block, span)
     return TokenStatistics(
         largest=largest,
         entry=jnp.where(best > statistics.largest, span.start + entry, statistics.entry).astype(jnp.int32),
         total=statistics.total * jnp.exp(statistics.largest - relative)
         + jnp.sum(jnp.exp(values - relative[:, None]), axis=1),
-        # Where a target is 0, a logit of -inf counts nothing.
-        target_logit_sum=statistics.target_logit_sum
-        + jnp.sum(jnp.where(block.targets != 0, block.targets * block.values, 0), axis=1),
-        target_sum=statistics.target_sum + jnp.sum(block.targets, axis=1),
+        target_logit_sum=statistics.target_logit_sum + target_logit_sum,
+        target_sum=statistics.target_sum + target_sum,
     )
+
+
+def target_sums(record: CrossEntropy, block: VocabularyBlock, span: AxisSpan) -> tuple[jax.Array, jax.Array]:
+    """Returns the sums of targets times logits and of targets over a block, [t] each.
+
+    Where a target is 0, a logit of -inf counts nothing.
+    """
+    if record.soft_targets is not None or record.label_smoothing:
+        products = jnp.where(block.targets != 0, block.targets * block.values, 0)
+        return jnp.sum(products, axis=1), jnp.sum(block.targets, axis=1)
+    # One entry of a token counts: loading it saves a pass over all logits.
+    at = jnp.clip(record.targets - span.start, 0, span.size - 1)
+    is_target = (record.weights != 0) & (record.targets - span.start == at) & block.new[at]
+    value = jnp.take_along_axis(block.values, at[:, None], axis=1)[:, 0]
+    return jnp.where(is_target, value, 0), is_target.astype(block.values.dtype)
 
 
 def losses(record: CrossEntropy, statistics: TokenStatistics) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
