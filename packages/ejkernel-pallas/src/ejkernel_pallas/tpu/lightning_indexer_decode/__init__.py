@@ -13,6 +13,7 @@ from ejkernel_pallas.tpu.lightning_indexer import HEAD_DIMS, MAX_HEADS, MAX_TOP_
 from ejkernel_pallas.tpu.lightning_indexer_decode import config
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.requirements import (
+    MAX_VMEM_BYTES,
     SUPPORTED_DTYPES_AND_FLOAT8,
     make_mosaic_tpu_implementation,
     tpu_requires,
@@ -78,8 +79,8 @@ def _memory_refusal_reasons(record: LightningIndexer) -> Iterable[str]:
     keys, smallest = num_keys(record), config.smallest_config(record)
     if keys > MAX_KEYS:
         yield f"key: got {keys} keys per row, the kernel takes at most {MAX_KEYS}"
-    elif (needed := config.vmem_bytes(record, smallest.block_k)) > config.MAX_VMEM_BYTES:
-        yield f"key: got {needed} bytes of VMEM for {keys} keys per row, the kernel takes {config.MAX_VMEM_BYTES}"
+    elif (needed := config.vmem_bytes(record, smallest.block_k)) > MAX_VMEM_BYTES:
+        yield f"key: got {needed} bytes of VMEM for {keys} keys per row, the kernel takes {MAX_VMEM_BYTES}"
     if (words := config.smem_words(record, smallest.block_k)) > MAX_SMEM_WORDS:
         yield f"query: got {words} words of tables in scalar memory, the kernel takes {MAX_SMEM_WORDS}"
 

@@ -12,7 +12,7 @@ from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 from ejkernel.types.arguments import optional_fields
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
-from ejkernel_pallas.tpu.requirements import make_mosaic_tpu_implementation, tpu_requires
+from ejkernel_pallas.tpu.requirements import MAX_VMEM_BYTES, make_mosaic_tpu_implementation, tpu_requires
 from ejkernel_pallas.tpu.selected_attention_decode import config
 
 MAX_GROUP_SIZE = 64
@@ -65,8 +65,8 @@ def _refusal_reasons(record: SelectedAttention) -> Iterable[str]:
 def _memory_refusal_reasons(record: SelectedAttention) -> Iterable[str]:
     """Yields the reasons to refuse a record that does not fit VMEM or scalar memory."""
     smallest = config.fit_config(record, config.SMALLEST_CONFIG)
-    if (needed := config.vmem_bytes(record, smallest)) > config.MAX_VMEM_BYTES:
-        yield f"key: got {needed} bytes of VMEM for {smallest.block_kv} keys, the kernel takes {config.MAX_VMEM_BYTES}"
+    if (needed := config.vmem_bytes(record, smallest)) > MAX_VMEM_BYTES:
+        yield f"key: got {needed} bytes of VMEM for {smallest.block_kv} keys, the kernel takes {MAX_VMEM_BYTES}"
     if (copies := smallest.block_kv // config.tokens_per_copy(record)) > config.MAX_COPIES_PER_STEP:
         yield f"key: got {copies} copies for {smallest.block_kv} keys, the kernel takes {config.MAX_COPIES_PER_STEP}"
     if (words := config.smem_words(record)) > MAX_SMEM_WORDS:
