@@ -124,12 +124,10 @@ def lightning_indexer(
         rectify: False leaves out the `max(0, ...)`, as MiniMax-M3 does.
 
     Returns:
-        Two arrays [B, T, K], by descending score:
+        Two arrays [B, T, K], by descending score, with index -1 and score -inf where a query has fewer keys:
 
-        - indices, int32: indices into axis S of key, also for packed sequences, or tokens of a request, or blocks of
-          the query's own sequence; -1 where a query has fewer keys;
-        - scores, float32 (float64 for float64): -inf where there is no key. Differentiable in query, key and weights;
-          what is selected has no gradient.
+        - indices, int32: into axis S of key, also if packed, or tokens of a request, or blocks of the query's sequence;
+        - scores, float32 (float64 for float64): differentiable in query, key and weights; selection has no gradient.
 
     Example:
         ```python
