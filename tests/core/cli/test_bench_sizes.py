@@ -36,7 +36,7 @@ def spec(name: str) -> CallOptions:
         shapes=(),
         kv_shape=None,
         value_dim=None,
-        dtype="float32",
+        dtype=None,
         platform=None,
         options=(),
         cases=(),

@@ -16,7 +16,7 @@ FLASH = registry().op("flash_attention")
 
 
 def spec(op=FLASH, shapes=(), options=(), cases=(), **changes) -> CallOptions:
-    base = {"kv_shape": None, "value_dim": None, "dtype": "float32", "platform": None, **changes}
+    base = {"kv_shape": None, "value_dim": None, "dtype": None, "platform": None, **changes}
     return CallOptions(
         op=op, shapes=tuple(map(parse_shape, shapes)), options=tuple(options), cases=tuple(cases), **base
     )

@@ -71,6 +71,20 @@ MISTAKES = {
     "case": (("--case", "none of these"), "no case 'none of these'"),
     "case and shape": ((*SMALL, "--case", "plain"), "--case has its own shapes"),
     "two cases": (("--case", "plain", "--case", "causal"), "--case can be used only once"),
+    "case and dtype": (("--dtype", "bfloat16", "--case", "plain"), "--case has its own shapes, dtypes"),
+    "dtype without a shape": (("--dtype", "bfloat16"), "needs the shape of query, key, value"),
+    "dtype of 64 bits": ((*SMALL, "--dtype", "float64"), "float64 needs 64-bit types in JAX: set JAX_ENABLE_X64=1"),
+    "option twice": ((*SMALL, "-o", "causal=true", "-o", "causal=false"), "-o: causal is given twice"),
+    "shape twice": ((*SMALL, "--shape", "bias=1", "--shape", "bias=2"), "--shape: bias is given twice"),
+    "name of a key shape": ((*SMALL, "--kv-shape", "key=1,64,1,16"), "--kv-shape: got the name 'key', wants the sizes"),
+    "key shape twice": (
+        (*(("--shape", "1,64,2,16") * 3), "--kv-shape", "1,64,1,16"),
+        "--kv-shape: --shape has the shape of key and value already",
+    ),
+    "value size twice": (
+        (*SMALL, "--shape", "value=1,64,2,8", "--value-dim", "4"),
+        "--value-dim: --shape has the shape of value already",
+    ),
     "value size without a value": (("--value-dim", "3"), "no shape of 'value'"),
 }
 

@@ -124,3 +124,16 @@ def test_entries_of_other_versions_are_listed_as_they_are(run, store):
     assert "a key of tomorrow" in listed
     assert "tile=8" in listed
     assert "removed 1" in run("cache", "clear", "--yes").output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--shape", "1,64,2,16"), "give the operation, OP, that the options describe"),
+        (("flash_attention", "--dtype", "bfloat16"), "--calls has its own shapes, options and platforms"),
+        (("flash_attention", "--platform", "xla"), "--calls has its own shapes, options and platforms"),
+    ],
+)
+def test_options_of_a_call_next_to_a_file_of_calls_are_refused(run, tmp_path, arguments, message):
+    (tmp_path / "calls.json").touch()
+    assert message in run("tune", "--calls", str(tmp_path / "calls.json"), *arguments, status=2).output

@@ -26,6 +26,7 @@ from ejkernel.suggestion import did_you_mean
 from ejkernel.types.arguments import non_default_fields, optional_fields
 
 LITERAL_WORDS = {"true": True, "false": False, "none": None}
+DEFAULT_DTYPE = "float32"
 MAX_UNNAMED_SHAPE_ARRAYS = 3  # arrays that a single shape without a name describes: query, key and value
 SHAPE_HELP = (
     "Shape of an array argument, with a dtype if you like: query=1,128,8,64:bfloat16. A single shape without a name is "
@@ -34,7 +35,7 @@ SHAPE_HELP = (
 )
 KV_SHAPE_HELP = "Shape of key and value, if it is not that of the query."
 VALUE_DIM_HELP = "Last dimension of value, if it is not that of key."
-DTYPE_HELP = "Dtype of the floating-point arrays whose --shape names none."
+DTYPE_HELP = "Dtype of the floating-point arrays whose --shape names none.  [default: float32]"
 PLATFORM_HELP = "Use only implementations of this platform: triton, pallas, cuda, xla, or that of another backend."
 CASE_HELP = "Use one of the operation's named test cases instead of shapes and options."
 OPTION_HELP = "Any other argument of the operation, such as -o causal=true or -o sliding_window=128. Can be repeated."
@@ -84,10 +85,17 @@ def dtype_name(text: str) -> str:
         dtype = jnp.dtype(text)
         # `i4,f4`, `(2,3)f4`, `O` and `M8` are dtypes of NumPy alone.
         if dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.number):
-            return dtype.name
+            return _name_of_enabled(dtype)
     raise click.BadParameter(
         f"there is no dtype {text!r}; names are those of jax.numpy, such as float32, bfloat16 and int32"
     )
+
+
+def _name_of_enabled(dtype: jnp.dtype[Any]) -> str:
+    """Returns the name of a dtype; one that JAX would replace by another is refused."""
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise click.BadParameter(f"{dtype.name} needs 64-bit types in JAX: set JAX_ENABLE_X64=1")
+    return dtype.name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,16 +157,21 @@ def _names_of_set_arguments(args: Any) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CallOptions:
-    """Holds the options that describe a call, as the user typed them."""
+    """Holds the options that describe a call, as the user typed them; None or empty where the user did not."""
 
     op: Op
     shapes: tuple[ShapeOption, ...]
     kv_shape: ShapeOption | None
     value_dim: int | None
-    dtype: str
+    dtype: str | None
     platform: str | None
     options: tuple[str, ...]
     cases: tuple[str, ...]
+
+    @property
+    def are_shapes_described(self) -> bool:
+        """Returns whether an option describes shapes, dtypes or other arguments."""
+        return bool(self.shapes or self.kv_shape or self.value_dim or self.dtype or self.options)
 
     def calls(self, default_tag: str | None = None) -> list[Call]:
         """Returns the named cases as calls, or the call that the shapes describe.
@@ -169,10 +182,9 @@ class CallOptions:
         Raises:
             click.UsageError: The options describe no valid call of the operation.
         """
-        shaped = bool(self.shapes or self.kv_shape or self.options or self.value_dim)
-        if self.cases and shaped:
-            raise click.UsageError("--case has its own shapes and options; use either --case or the others")
-        if shaped:
+        if self.cases and self.are_shapes_described:
+            raise click.UsageError("--case has its own shapes, dtypes and options; use either --case or the others")
+        if self.are_shapes_described:
             return [self._call_from_shapes()]
         names = self.cases or tuple(c.name for c in self.op.cases if default_tag is not None and default_tag in c.tags)
         if not names:
@@ -235,6 +247,7 @@ class CallOptions:
 
     def _abstract_arrays(self) -> dict[str, jax.ShapeDtypeStruct]:
         shapes = _shapes_by_argument(self.op, self.shapes)
+        self._check_no_second_shape(shapes)
         if self.kv_shape is not None:
             shapes |= {name: self.kv_shape for name in ("key", "value")}
         if self.value_dim is not None and "value" in shapes:
@@ -251,8 +264,21 @@ class CallOptions:
             for name, shape in shapes.items()
         }
 
+    def _check_no_second_shape(self, shapes: dict[str, ShapeOption]) -> None:
+        """Refuses `--kv-shape` and `--value-dim` of an array to which a `--shape` belongs alone."""
+        alone = shapes.keys() if len([x for x in self.shapes if x.name is None]) > 1 else {x.name for x in self.shapes}
+        if self.kv_shape is not None and self.kv_shape.name is not None:
+            raise click.UsageError(f"--kv-shape: got the name {self.kv_shape.name!r}, wants the sizes of key and value")
+        for option, value, names in (
+            ("--kv-shape", self.kv_shape, ("key", "value")),
+            ("--value-dim", self.value_dim, ("value",)),
+        ):
+            if value is not None and (twice := [name for name in names if name in alone]):
+                raise click.UsageError(f"{option}: --shape has the shape of {' and '.join(twice)} already")
+
     def _default_dtype(self, accepted_dtypes: frozenset[str]) -> str:
-        return next((name for name in (self.dtype, "int32", "bool") if name in accepted_dtypes), self.dtype)
+        usual = self.dtype or DEFAULT_DTYPE
+        return next((name for name in (usual, "int32", "bool") if name in accepted_dtypes), usual)
 
     def _option_values(self) -> dict[str, Any]:
         known, arrays = literal_arguments(self.op), accepted_array_dtypes(self.op)
@@ -269,6 +295,8 @@ class CallOptions:
                 raise click.UsageError(f"-o: {name} is not an argument of the operation; {how}")
             if name not in known:
                 raise click.UsageError(f"-o: {_no_such_message(self.op, name, known, 'option')}")
+            if name in values:
+                raise click.UsageError(f"-o: {name} is given twice")
             values[name] = parse_literal(value.strip())
         return values
 
@@ -285,6 +313,8 @@ def add_call_options(command: Callable[..., Any], *, required: bool = True) -> C
     def command_with_call_options(**options: Any) -> Any:
         _check_has_devices()
         call_options = {field.name: options.pop(field.name) for field in dataclasses.fields(CallOptions)}
+        if call_options["op"] is None and any(call_options.values()):
+            raise click.UsageError("give the operation, OP, that the options describe a call of")
         return command(None if call_options["op"] is None else CallOptions(**call_options), **options)
 
     metavar = "OP" if required else "[OP]"
@@ -300,7 +330,7 @@ _CALL_OPTION_DECORATORS = (
     click.option("--shape", "shapes", type=parse_shape, metavar="[NAME=]SIZES[:DTYPE]", multiple=True, help=SHAPE_HELP),
     click.option("--kv-shape", type=parse_shape, metavar="SIZES", help=KV_SHAPE_HELP),
     click.option("--value-dim", type=click.IntRange(min=1), help=VALUE_DIM_HELP),
-    click.option("--dtype", type=dtype_name, metavar="DTYPE", default="float32", show_default=True, help=DTYPE_HELP),
+    click.option("--dtype", type=dtype_name, metavar="DTYPE", help=DTYPE_HELP),
     click.option("--platform", metavar="NAME", help=PLATFORM_HELP),
     click.option("-o", "--option", "options", metavar="NAME=VALUE", multiple=True, help=OPTION_HELP),
     click.option("--case", "cases", metavar="NAME", multiple=True, help=CASE_HELP, shell_complete=complete_case),
@@ -334,7 +364,10 @@ def _shape_with_size(
 
 
 def _shapes_by_argument(op: Op, shapes: tuple[ShapeOption, ...]) -> dict[str, ShapeOption]:
-    named = {shape.name: shape for shape in shapes if shape.name is not None}
+    named: dict[str, ShapeOption] = {}
+    for shape in shapes:
+        if shape.name is not None and named.setdefault(shape.name, shape) is not shape:
+            raise click.UsageError(f"--shape: {shape.name} is given twice")
     bare = [shape for shape in shapes if shape.name is None]
     names = [name for name in required_arrays(op) if name not in named]
     if len(bare) > len(names):

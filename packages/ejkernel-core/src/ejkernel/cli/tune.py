@@ -122,14 +122,8 @@ def _calls_to_tune(call_options: CallOptions | None, file: Path | None) -> list[
         if call_options is None:
             raise click.UsageError("give the operation, OP, or --calls")
         return [call_options.one()]
-    if call_options is not None and (
-        call_options.shapes
-        or call_options.cases
-        or call_options.options
-        or call_options.kv_shape
-        or call_options.value_dim
-    ):
-        raise click.UsageError("--calls has its own shapes and options; use either --calls or the others")
+    if call_options is not None and (call_options.are_shapes_described or call_options.cases or call_options.platform):
+        raise click.UsageError("--calls has its own shapes, options and platforms; use either --calls or the others")
     calls = calls_from_file(file, None if call_options is None else call_options.op)
     if not calls:
         raise click.UsageError(
