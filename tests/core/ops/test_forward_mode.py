@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ejkernel import explain
-from ejkernel.modules import flash_attention, gated_delta_rule, gla_attention, grouped_matmul
+from ejkernel.modules import flash_attention, fused_cross_entropy, gated_delta_rule, gla_attention, grouped_matmul
 from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
 from ejkernel.modules.operations.flash_attention import reference as flash_reference
 from ejkernel.ops import forward_mode, second_derivatives
@@ -93,6 +93,9 @@ CALLS = {
     "delta rule of segments": lambda x: gated_delta_rule(
         x, x, x, -(x[..., 0] ** 2), jax.nn.sigmoid(x[..., 1]), **in_segments(x)
     ),
+    "loss of a head": lambda x: (
+        fused_cross_entropy(hidden=x.reshape(12, 8), lm_head_weight=x[0, :, 0].T, targets=jnp.arange(12) % 6).loss
+    ),
     "experts": lambda x: grouped_matmul(x.reshape(12, 8), jnp.stack([W, W.T]) * x[0, 0, 0, 0], jnp.array([5, 7])),
 }
 
@@ -114,8 +117,8 @@ def test_tangents_are_finite_differences_and_gradients_their_transpose(name):
     np.testing.assert_allclose(forwards, backwards, rtol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["gla of segments", "delta rule of segments"])
-def test_second_derivatives_of_segments_are_finite_differences_of_gradients(name):
+@pytest.mark.parametrize("name", ["gla of segments", "delta rule of segments", "loss of a head"])
+def test_second_derivatives_are_finite_differences_of_gradients(name):
     with jax.enable_x64(True), forward_mode():
         f, x, v, step = loss(CALLS[name]), X.astype(jnp.float64), V.astype(jnp.float64), 1e-6
 

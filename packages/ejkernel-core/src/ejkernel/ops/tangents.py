@@ -31,7 +31,7 @@ from ejkernel.ops.model import Implementation
 from ejkernel.ops.second import run_refusing_derivatives
 from ejkernel.promotion import with_standard_promotion
 from ejkernel.types.forward_mode import forward_mode
-from ejkernel.types.pullback import ForwardResults, Pullback, tracing_differentiated_call
+from ejkernel.types.pullback import ForwardResults, Pullback
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -46,8 +46,9 @@ def forward_results(plan: Any, fields: frozenset[str], record: Any) -> ForwardRe
     if not fields:
         return plan.forward(record)._replace(private_residuals=None)
     choice = plan.choice_with_config(plan.choose_both_passes(record, fields)[0], record)
-    with tracing_differentiated_call():
-        return name_results(plan.forward(record, choice))
+    # Not in `tracing_differentiated_call`: residuals must be those of the forward pass alone, of which `_results_jvp`
+    # takes the shapes and the tangents.
+    return name_results(plan.forward(record, choice))
 
 
 @with_standard_promotion
