@@ -3,10 +3,38 @@
 import json
 import re
 import sys
+import unicodedata
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / ".ci"))
+
+
+def pages_with_links() -> list[Path]:
+    return [*(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md"), *ROOT.glob("*.md")]
+
+
+def without_code_blocks(text: str) -> str:
+    return re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(text: str) -> set[str]:
+    """Returns the anchors of a page's headings, as the Markdown of the site names them."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.*)$", without_code_blocks(text), re.MULTILINE):
+        title = re.sub(r"\]\([^)]*\)", "", heading)
+        title = unicodedata.normalize("NFKD", title).encode("ascii", "ignore").decode()
+        slug = re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower())
+        number = next(n for n in range(100) if (f"{slug}_{n}" if n else slug) not in found)
+        found.add(f"{slug}_{number}" if number else slug)
+    return found
+
+
+def dead_anchors(page: Path) -> list[str]:
+    """Returns the links of a page to headings that do not exist."""
+    links = re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", without_code_blocks(page.read_text()))
+    targets = [((page.parent / path).resolve() if path else page, anchor) for path, anchor in links if ":" not in path]
+    return [f"{page.name}: {x.name}#{y}" for x, y in targets if x.is_file() and y not in anchors(x.read_text())]
 
 
 def test_the_search_index_leads_to_guides_and_not_to_members(tmp_path):
@@ -54,10 +82,9 @@ def test_links_of_pages_work_in_a_checkout_and_on_the_site():
     from generated_pages import finish
 
     built = {"order_of_choice.md", "support_matrix.md", "models.md", "upstream.md", "api/operations.md"}
-    pages = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md"), *ROOT.glob("*.md")]
     dead = []
-    for page in pages:
-        text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for page in pages_with_links():
+        text = without_code_blocks(page.read_text())
         for link in re.findall(r"\]\(([^)#\s]+)", text):
             target = (page.parent / link).resolve()
             is_built = target.is_relative_to(ROOT / "docs") and str(target.relative_to(ROOT / "docs")) in built
@@ -66,6 +93,19 @@ def test_links_of_pages_work_in_a_checkout_and_on_the_site():
     assert not dead, "\n".join(dead)
     links = "[a](../../benchmarks/results/x_gpu.md#part), [b](../../benchmarks/README.md)"
     assert "[a](../results/x_gpu.md#part), [b](../results/scripts.md)" in finish(links, "operations/page.md")
+
+
+def test_headings_that_links_name_exist(tmp_path):
+    assert [link for page in pages_with_links() for link in dead_anchors(page)] == []
+    (tmp_path / "other.md").write_text("# `f` of [a](b.md): 2\n## Twice\n## Twice\n")
+    (tmp_path / "page.md").write_text("# Top\n[a](#top) [b](other.md#f-of-a-2) [c](other.md#twice_1)")
+    assert dead_anchors(tmp_path / "page.md") == []
+    (tmp_path / "page.md").write_text("# Top\n[a](#bottom) [b](other.md#f-of-a) [c](other.md#twice_2)")
+    assert dead_anchors(tmp_path / "page.md") == [
+        "page.md: page.md#bottom",
+        "page.md: other.md#f-of-a",
+        "page.md: other.md#twice_2",
+    ]
 
 
 def test_short_code_in_tables_stays_on_one_line():

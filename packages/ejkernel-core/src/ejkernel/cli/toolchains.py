@@ -50,7 +50,7 @@ def confirmed_kernels_by_toolchain(registered: Registry, devices: Iterable[Devic
     """Returns how kernels stand with the toolchain that is installed, and with those that pip installs for each Python.
 
     Args:
-        installed: What the plugins declared.
+        registered: What the plugins declared.
         devices: The devices that are here; without a GPU, the chips are those that some evidence is about.
     """
     kernels = list(_kernels_needing_evidence(registered))

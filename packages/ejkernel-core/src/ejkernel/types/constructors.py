@@ -160,9 +160,13 @@ def from_attention_mask(  # noqa: PLR0913 - a public constructor
         cls: The class.
         attention_mask: [batch, length] validity of the tokens of both sides, [batch, q_len, kv_len] or
             [batch, heads or 1, q_len, kv_len]. Every value but 0 attends.
-        q_positions, kv_positions: See `from_segments`.
+        q_positions: See `from_segments`.
+        kv_positions: See `from_segments`.
         mask_is_valid: False for a mask that says what is hidden: every value but 0 is masked out.
-        batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name: See `from_segments`.
+        batch_axis_name: See `from_segments`.
+        qheads_axis_name: See `from_segments`.
+        kvheads_axis_name: See `from_segments`.
+        sequence_axis_name: See `from_segments`.
 
     Returns:
         The mask.
@@ -215,8 +219,12 @@ def from_cu_seqlens(  # noqa: PLR0913 - a public constructor
         max_q_len: Static length of the whole row of queries; what lies past the last sequence is padding.
         cu_seqlens_kv: [sequences + 1] of the keys, default `cu_seqlens_q`.
         max_kv_len: Static length of the row of keys, default `max_q_len`.
-        q_positions, kv_positions: See `from_segments`; [1, max_q_len] and [1, max_kv_len].
-        batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name: See `from_segments`.
+        q_positions: [1, max_q_len]; see `from_segments`.
+        kv_positions: [1, max_kv_len]; see `from_segments`.
+        batch_axis_name: See `from_segments`.
+        qheads_axis_name: See `from_segments`.
+        kvheads_axis_name: See `from_segments`.
+        sequence_axis_name: See `from_segments`.
 
     Returns:
         A mask of batch size 1.
@@ -268,8 +276,12 @@ def from_random(  # noqa: PLR0913 - a public constructor
         kv_len: Keys in a row, default `q_len`.
         sparsity: From 0 (everything attends) to 1 (nothing does).
         seed: Of the random numbers; the same seed gives the same mask.
-        q_positions, kv_positions: See `from_segments`.
-        batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name: See `from_segments`.
+        q_positions: See `from_segments`.
+        kv_positions: See `from_segments`.
+        batch_axis_name: See `from_segments`.
+        qheads_axis_name: See `from_segments`.
+        kvheads_axis_name: See `from_segments`.
+        sequence_axis_name: See `from_segments`.
 
     Returns:
         The mask, stored as [batch_size, 1, q_len, kv_len] booleans.
