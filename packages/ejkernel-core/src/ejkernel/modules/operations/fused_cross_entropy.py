@@ -88,50 +88,50 @@ def fused_cross_entropy(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> CrossEntropyOutput:
-    """Returns the cross-entropy of logits, or of hidden states and the matrix that makes logits of them.
+    """Returns the cross-entropy of logits, or of hidden states and the matrix that computes logits from them.
 
     Shape letters: `...` the axes of the tokens, V entries of the vocabulary, D channels. The logits of hidden states
-    are made a block at a time, and dropped: no array has all tokens and the whole vocabulary, in either pass. Logits
-    and sums are float32 (float64 of float64). The formulas are in `ejkernel.families.cross_entropy`.
+    are computed one block at a time and then dropped: no array has all tokens and the whole vocabulary, in either
+    pass. Logits and sums are float32 (float64 for float64). The formulas are in `ejkernel.families.cross_entropy`.
 
         out = fused_cross_entropy(hidden=x, lm_head_weight=embedding.T, targets=next_tokens, z_loss=1e-4)
         out.loss, out.accuracy
 
-    Over devices, the axes of tokens can be split. A vocabulary that is split is a call within `jax.shard_map`, with
+    The axes of tokens can be split over devices. To split the vocabulary, call within `jax.shard_map` with
     `vocab_parallel_axis`.
 
     Args:
         logits: [..., V] floating; or hidden.
-        targets: [...] int, the entry that each token is to predict, from 0 to V - 1, or ignore_index. Values that can
-            be read are checked; where they cannot, any other value makes the loss NaN.
+        targets: [...] int, the entry that each token is to predict, from 0 to V - 1, or ignore_index. Any other
+            value is an error if targets are not traced; in a traced call, it results in a loss of NaN.
         weights: [...] floating, a factor on every token's loss; None for ones. Tokens of weight 0 may hold NaN.
         hidden: [..., D] floating; with lm_head_weight or lm_head_fn.
         lm_head_weight: [D, V], dtype of hidden.
         lm_head_bias: [V] floating; goes with lm_head_weight.
-        lm_head_fn: A function of some hidden states [n, D] that returns their logits [n, V], in the place of
-            lm_head_weight: a head with other arithmetic. It is differentiated by JAX, with what it closes over, and
+        lm_head_fn: A function of some hidden states [n, D] that returns their logits [n, V], instead of
+            lm_head_weight: a head with other arithmetic. JAX differentiates it, also by the arrays it closes over. It
             runs again in the backward pass.
         logit_softcap: The logits x become `cap * tanh(x / cap)`; None for no cap.
         chunk_size: Tokens or entries of the vocabulary in a block; 0 leaves it to the configuration. Only tunes.
         chunk_strategy: What chunk_size counts: `"token"`, `"vocab"`, or `"block"` for both. With lm_head_fn it always
             counts tokens.
         attention_mask: [...] numbers or bool, a further factor on the weights.
-        ignore_index: The target of tokens that count nothing.
+        ignore_index: The target of tokens to leave out of the loss.
         label_smoothing: The part of a target that is spread evenly over the vocabulary, from 0 to 1.
         z_loss: Factor of the squared log-sum-exp in the loss.
-        soft_targets: [..., V] floating, distributions to predict, in the place of targets. Has no gradient.
+        soft_targets: [..., V] floating, distributions to predict, instead of targets. Has no gradient.
         reduction: `"mean"` over the weights, which is 0 where they are all 0; `"sum"`; or `"none"`.
         vocab_parallel_axis: Name of the mesh axis over which V is split: each device has its part of the logits, or of
             lm_head_weight and lm_head_bias, and of soft_targets, in order and of one size. Targets count entries of the
             whole vocabulary.
         compute_dtype: The dtype that hidden and lm_head_weight are multiplied in; None for theirs.
-        checkpoint: Has no effect: logits are made again where they are needed, and never kept.
+        checkpoint: Has no effect: logits are never kept, but computed again where they are needed.
         sparse_skip: Has no effect: blocks are not skipped.
         check_vma: Has no effect: how results vary over a mesh follows from the arguments.
 
     Returns:
         `CrossEntropyOutput(loss, z_loss, weight_sum, accuracy)`. Only the loss has a gradient: of logits, or of hidden,
-        lm_head_weight and lm_head_bias. Arrays are float32 (float64 of float64).
+        lm_head_weight and lm_head_bias. Arrays are float32 (float64 for float64).
 
     Raises:
         NotImplementedError: Differentiated with respect to weights or soft_targets.
