@@ -51,11 +51,18 @@ HEADS, LENGTH, SIZE = 8, 4096, 128
 FORWARD = 4 * HEADS * LENGTH**2 * SIZE / 2
 
 
-def attention(gradient: bool = False) -> Workload:
-    """Flash attention, causal, with the tiles that the chip gets by default; with the gradients of its sum."""
+def attention(gradient: bool = False, has_slopes: bool = False) -> Workload:
+    """Flash attention, causal, with the tiles that the chip gets by default; with the gradients of its sum, and with a
+    slope per head by `score_mod`.
+    """
+    slopes = jnp.exp2(-8.0 * (jnp.arange(HEADS) + 1) / HEADS)
+
+    def decay(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return score + slopes[h] * (k - q)
 
     def forward(query: Any, key: Any, value: Any) -> Any:
-        return flash_attention(query, key, value, causal=True, platform="pallas")
+        options = {"score_mod": decay} if has_slopes else {}
+        return flash_attention(query, key, value, causal=True, platform="pallas", **options)
 
     def both(*arrays: Any) -> Any:
         return jax.grad(lambda arrays: forward(*arrays).astype(jnp.float32).sum())(arrays)

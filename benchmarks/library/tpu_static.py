@@ -216,6 +216,8 @@ ALL = (
     case("flash attention, JAX splash, blocks of 1024", "splash", block_q=1024, block_kv=1024),
     case("flash attention, JAX splash, blocks of 1024x2048", "splash", block_q=1024, block_kv=2048),
     case(f"{BOTH}, ejkernel", "attention", OURS, gradient=True),
+    case("flash attention, slopes by score_mod, ejkernel", "attention", OURS, has_slopes=True),
+    case(f"{BOTH}, slopes by score_mod, ejkernel", "attention", OURS, gradient=True, has_slopes=True),
     case(f"{BOTH}, JAX flash, blocks of 512", "flash", block=512, gradient=True),
     case(f"{BOTH}, JAX splash, blocks of 512", "splash", block_q=512, block_kv=512, gradient=True),
     case(f"{BOTH}, JAX splash, blocks of 1024", "splash", block_q=1024, block_kv=1024, gradient=True),

@@ -94,6 +94,19 @@ def causal_function(masked=-jnp.inf):
     }
 
 
+def distances():
+    """A `score_mod` and a `mask_mod` that convert differences of indices, of both signs, to float32."""
+    slopes = jnp.asarray(np.random.default_rng(13).random(2), jnp.float32)
+
+    def score(s, b, h, q, k):
+        return s - slopes[h] * jnp.abs(q - k) + 0.1 * jnp.sin(k - q) * jnp.exp(-0.02 * jnp.square(1.0 * (q - k)))
+
+    return {
+        "score_mod": lambda _: score_function("score_mod", score, jnp.float32),
+        "mask_mod": lambda _: mask_function("mask_mod", lambda b, h, q, k: jnp.cos((q - k) / 7) > slopes[h] - 1),
+    }
+
+
 LONG = (1, 300, 300, 1, 1, 32, 32)
 CASES = {
     "plain": record((2, 130, 150, 2, 2, 32, 32)),
@@ -132,6 +145,7 @@ CASES = {
         dropout_origin=jnp.asarray([1, 1, 20, 10], jnp.int32),
     ),
     "functions without arrays": record((1, 300, 300, 1, 1, 32, 32), **causal_function()),
+    "functions of distances": record((1, 290, 300, 2, 1, 32, 32), **distances(), causal=True),
     "sinks": record((2, 130, 150, 2, 1, 32, 32), softmax_aux=normal(2), causal=True),
     "sinks alone": record((1, 130, 140, 2, 1, 32, 32), softmax_aux=normal(2), mask=jnp.zeros((1, 1, 130, 140), bool)),
     "values longer": record((1, 130, 150, 2, 1, 32, 192), causal=True),

@@ -24,7 +24,7 @@ from ejkernel_pallas.tpu.paged_attention.plan import ITEM_FIELDS
 from ejkernel_pallas.tpu.profile.chips import chip
 from ejkernel_pallas.tpu.profile.compiling import compiling_for
 
-EVERY_CHIP = ("v2", "v3", "v3, 8 bits", "v2, a tree and a prefix")
+EVERY_CHIP = ("v2", "v3", "v3, 8 bits", "v2, a tree and a prefix", "v2, functions")
 pytestmark = pytest.mark.needs("libtpu")
 
 

@@ -19,6 +19,7 @@ from ejkernel_pallas.tpu.mosaic import paged_functions
 from ejkernel_pallas.tpu.paged_attention import refusal_reasons
 from ejkernel_pallas.tpu.paged_attention.config import TpuPaged, heuristic, tile_sizes_of
 from ejkernel_pallas.tpu.paged_attention.forward import forward
+from ejkernel_pallas.tpu.paged_attention.kernels import pair_functions
 from ejkernel_pallas.tpu.paged_attention.spec import make_spec
 
 DEVICE = DeviceInfo(platform="tpu", vendor="google", kind="TPU v6 lite")
@@ -149,17 +150,43 @@ def test_many_values_of_keys_have_smaller_blocks():
     assert blocks == [2048, 256]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_functions(name):
-    """Several blocks of keys, and sequences without keys that they attend."""
+def case(name):
+    """The record and the tiles of a case."""
     op, params, fields = CASES[name]
     q_lens = {8: (20, 1, 33), 80: (100, 30, 1)}.get(params.block_q, (1, 1, 1))
     heads = 6 if "groups of 3" in name else 4
     sizes = PagedSizes(kv_lens=(300, 40, 130), q_lens=q_lens, dtype=jnp.bfloat16, g=2, h=heads)
     make, options = (paged_inputs.v2_inputs, {}) if op == V2 else (paged_inputs.v3_inputs, {"softmax_scale": None})
-    record = dataclasses.replace(lowered(op, make, sizes, **options), **fields)
-    assert not list(refusal_reasons(record))
+    return dataclasses.replace(lowered(op, make, sizes, **options), **fields), params
+
+
+def attend(record, params):
+    """The outputs of the kernel, interpreted."""
     with interpreted():
-        got = jax.jit(lambda record: forward(record, params)[0], compiler_options=QUICKLY)(record)
-    for x, expected in zip(got, reference(record)[0], strict=True):
+        return jax.jit(lambda record: forward(record, params)[0], compiler_options=QUICKLY)(record)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_functions(name):
+    """Several blocks of keys, and sequences without keys that they attend."""
+    record, params = case(name)
+    assert not list(refusal_reasons(record))
+    for x, expected in zip(attend(record, params), reference(record)[0], strict=True):
         close(x, expected, record.query.dtype)
+
+
+def test_differences_of_positions_in_float32_have_the_bits_of_converted_integers(monkeypatch):
+    """Positions of more than half the limit are subtracted as integers."""
+    record, params = case("tiles, prefix, sinks, chunks")
+    spec = make_spec(record, tile_sizes_of(params))
+    max_keys = spec.pages_per_sequence * spec.cache_layout.slots_per_page
+    results, programs = [], []
+    for limit in (pair_functions.MAX_EXACT_INDEX, 2 * max_keys, 2 * max_keys - 1):
+        monkeypatch.setattr(pair_functions, "MAX_EXACT_INDEX", limit)
+        jax.clear_caches()
+        results.append(attend(record, params))
+        with interpreted():
+            programs.append(str(jax.make_jaxpr(lambda record: forward(record, params)[0])(record)))
+    assert programs[0] == programs[1] != programs[2]
+    for x, expected in zip(results[0], results[2], strict=True):
+        np.testing.assert_array_equal(x, expected)

@@ -13,7 +13,7 @@ from ejkernel_pallas.tpu.tiled_attention.backward import backward
 from ejkernel_pallas.tpu.tiled_attention.forward import forward
 
 
-@pytest.mark.parametrize("name", ["causal", "functions of a shard"])
+@pytest.mark.parametrize("name", ["causal", "functions of a shard", "functions of distances"])
 def test_tiled_attention_has_no_races(name):
     made = CASES[name]
     output, _, cotangent, gradients = answers(made)

@@ -5,6 +5,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -24,7 +25,7 @@ from ejkernel_pallas.tpu.tiled_attention.config import (
     forward_blocks,
 )
 from ejkernel_pallas.tpu.tiled_attention.forward import forward
-from ejkernel_pallas.tpu.tiled_attention.kernels import score_chunk
+from ejkernel_pallas.tpu.tiled_attention.kernels import chunks, score_chunk
 from ejkernel_pallas.tpu.tiled_attention.spec import make_spec
 
 FIELDS = ("query", "key", "value")
@@ -74,6 +75,21 @@ def test_a_mask_function_that_is_a_window_has_the_program_of_that_window():
     assert programs[0] == programs[1]
 
 
+def test_differences_of_indices_in_float32_have_the_bits_of_converted_integers(monkeypatch):
+    """Indices of more than half the limit are subtracted as integers."""
+    made, results, programs = CASES["functions of distances"], [], []
+    _, _, cotangent, _ = answers(made)
+    for limit in (score_chunk.MAX_EXACT_INDEX, 600, 599):
+        monkeypatch.setattr(score_chunk, "MAX_EXACT_INDEX", limit)
+        jax.clear_caches()
+        with interpreted():
+            results.append(attend(made, cotangent))
+            programs.append(str(jax.make_jaxpr(attend)(made, cotangent)))
+    assert programs[0] == programs[1] != programs[2]
+    for x, expected in zip(jax.tree.leaves(results[0]), jax.tree.leaves(results[2]), strict=True):
+        np.testing.assert_array_equal(x, expected)
+
+
 def test_equal_functions_under_different_meshes_share_their_parts():
     """Scalars of a function belong to the mesh under which it is traced first; its parts serve calls under others."""
     slopes = jnp.ones(4)
@@ -117,7 +133,7 @@ def test_values_of_large_tiles_on_and_off_the_diagonal():
 
     with (
         interpreted(),
-        mock.patch.object(score_chunk, "MAX_UNROLLED_PAIRS", 128 * 128),
+        mock.patch.object(chunks, "MAX_UNROLLED_PAIRS", 128 * 128),
         mock.patch.object(config, "LARGE_TILE_SIZE", 256),
     ):
         got, found_lse, found = both(made, cotangent)

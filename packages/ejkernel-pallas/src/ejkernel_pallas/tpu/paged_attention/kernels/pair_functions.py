@@ -23,7 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ejkernel.arithmetic import cdiv
 from ejkernel_pallas.tpu.mosaic.division import divide
 from ejkernel_pallas.tpu.mosaic.paged_functions import BY_HEAD, BY_QUERY, RowPlace
-from ejkernel_pallas.tpu.mosaic.pair_functions import evaluate_pairs
+from ejkernel_pallas.tpu.mosaic.pair_functions import MAX_EXACT_INDEX, Distances, evaluate_pairs
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES, lane_groups
 from ejkernel_pallas.tpu.paged_attention.kernels.copies import KeyBlock
 from ejkernel_pallas.tpu.paged_attention.kernels.load_keys import KeyChunk, key_and_head_of_index
@@ -87,12 +87,14 @@ def apply_functions(refs: PagedRefs, s: jax.Array, at: FunctionPairs, spec: Page
 
 
 def _apply_to_lanes(refs: PagedRefs, s: jax.Array, lane: int, at: FunctionPairs, spec: PagedSpec) -> jax.Array:
-    functions, shape = spec.functions, (at.num_rows, LANES)
+    functions, shape, distances = spec.functions, (at.num_rows, LANES), _position_distances(refs, lane, at, spec)
     assert functions is not None  # the caller looked
     if functions.score_mod is not None:
-        s = evaluate_pairs(functions.score_mod.pairs, [s, *_inputs(refs, "score_mod", lane, at, spec)], shape)
+        inputs = [s, *_inputs(refs, "score_mod", lane, at, spec)]
+        s = evaluate_pairs(functions.score_mod.pairs, inputs, shape, distances)
     if functions.mask_mod is not None:
-        mask = evaluate_pairs(functions.mask_mod.pairs, _inputs(refs, "mask_mod", lane, at, spec), shape)
+        inputs = _inputs(refs, "mask_mod", lane, at, spec)
+        mask = evaluate_pairs(functions.mask_mod.pairs, inputs, shape, distances)
         s = jnp.where(mask, s, -jnp.inf)
     return s
 
@@ -153,6 +155,24 @@ def _as_dtype(x: jax.Array, dtype: Any) -> jax.Array:
     if dtype == jnp.bool_:
         return x != 0
     return lax.bitcast_convert_type(x, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else x
+
+
+def _position_distances(refs: PagedRefs, lane: int, at: FunctionPairs, spec: PagedSpec) -> Distances | None:
+    """Returns the differences of positions of the pairs with 128 keys from `lane` on, in float32.
+
+    The tile's position is subtracted from those of keys, [1, 128], instead of being added to those of all rows. Returns
+    None where that saves nothing: rows have positions, or all have one. And None if positions may be too large.
+    """
+    max_keys = spec.pages_per_sequence * spec.cache_layout.slots_per_page
+    if spec.has_row_positions or spec.tokens_per_tile == 1 or max_keys > MAX_EXACT_INDEX // 2:
+        return None
+
+    def distances(sign: int) -> jax.Array:
+        key = (at.key_positions[:, lane : lane + LANES] - at.tile_position).astype(jnp.float32)
+        token = refs.token_of_row[pl.ds(at.first_row, at.num_rows), :].astype(jnp.float32)
+        return key - token if sign > 0 else token - key
+
+    return distances
 
 
 def _query_positions(refs: PagedRefs, at: FunctionPairs, spec: PagedSpec) -> jax.Array:

@@ -13,6 +13,7 @@ from ejkernel_pallas.tpu.ring_attention.kernels.ring_softmax import RingForwardR
 from ejkernel_pallas.tpu.ring_attention.plan import RingPlan, initial_softmax_state
 from ejkernel_pallas.tpu.tiled_attention import forward as tiled_forward
 from ejkernel_pallas.tpu.tiled_attention.config import TpuForward, forward_blocks
+from ejkernel_pallas.tpu.tiled_attention.kernels.chunks import DistinctRowsAndHeads, current_entry
 from ejkernel_pallas.tpu.tiled_attention.kernels.flash_forward import forward_scratch
 from ejkernel_pallas.tpu.tiled_attention.kernels.operands import (
     operands,
@@ -21,7 +22,6 @@ from ejkernel_pallas.tpu.tiled_attention.kernels.operands import (
     undo_rows_layout,
 )
 from ejkernel_pallas.tpu.tiled_attention.kernels.pair_call import tile_pairs_call
-from ejkernel_pallas.tpu.tiled_attention.kernels.score_chunk import DistinctRowsAndHeads, current_entry
 from ejkernel_pallas.tpu.tiled_attention.plan import pairs_by_query
 from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 

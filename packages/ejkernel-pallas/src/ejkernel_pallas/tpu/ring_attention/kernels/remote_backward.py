@@ -27,12 +27,12 @@ from ejkernel_pallas.tpu.ring_attention.kernels.collective_backward import (
 from ejkernel_pallas.tpu.ring_attention.kernels.remote_copies import RefsByName, RingRoute
 from ejkernel_pallas.tpu.ring_attention.plan import RingPlan
 from ejkernel_pallas.tpu.tiled_attention.config import TpuBackward, backward_blocks
+from ejkernel_pallas.tpu.tiled_attention.kernels.chunks import current_entry
 from ejkernel_pallas.tpu.tiled_attention.kernels.flash_backward_dkv import key_gradients_kernel
 from ejkernel_pallas.tpu.tiled_attention.kernels.flash_backward_dq import query_gradient_kernel
 from ejkernel_pallas.tpu.tiled_attention.kernels.operands import kv_rows_operand, rows_operand, undo_rows_layout
 from ejkernel_pallas.tpu.tiled_attention.kernels.recompute import backward_scratch
 from ejkernel_pallas.tpu.tiled_attention.kernels.refs import BackwardRefs
-from ejkernel_pallas.tpu.tiled_attention.kernels.score_chunk import current_entry
 from ejkernel_pallas.tpu.tiled_attention.plan import (
     LAST_PAIR_FLAG,
     key_tile_of_entry,

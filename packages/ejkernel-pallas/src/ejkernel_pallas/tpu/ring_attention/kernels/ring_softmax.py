@@ -13,9 +13,9 @@ from jax.experimental import pallas as pl
 from ejkernel.arithmetic import LOG2E
 from ejkernel_pallas.tpu.mosaic.launch import Ref
 from ejkernel_pallas.tpu.mosaic.vectors import repeat_lanes, row_to_column
+from ejkernel_pallas.tpu.tiled_attention.kernels.chunks import for_each_chunk
 from ejkernel_pallas.tpu.tiled_attention.kernels.flash_forward import update_softmax, whole_row_sum
 from ejkernel_pallas.tpu.tiled_attention.kernels.refs import ForwardRefs
-from ejkernel_pallas.tpu.tiled_attention.kernels.score_chunk import for_each_chunk
 from ejkernel_pallas.tpu.tiled_attention.plan import FIRST_PAIR_FLAG, LAST_PAIR_FLAG
 from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 

@@ -13,6 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, lane_groups
+from ejkernel_pallas.tpu.tiled_attention.kernels.chunks import ScoreChunk, for_each_chunk
 from ejkernel_pallas.tpu.tiled_attention.kernels.recompute import (
     backward_scratch,
     recompute_weights,
@@ -21,12 +22,7 @@ from ejkernel_pallas.tpu.tiled_attention.kernels.recompute import (
     zero_accumulators,
 )
 from ejkernel_pallas.tpu.tiled_attention.kernels.refs import BackwardRefs, gather_rows
-from ejkernel_pallas.tpu.tiled_attention.kernels.score_chunk import (
-    ScoreChunk,
-    for_each_chunk,
-    load_queries,
-    transpose_dropout_keys,
-)
+from ejkernel_pallas.tpu.tiled_attention.kernels.score_chunk import load_queries, transpose_dropout_keys
 from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 
 

@@ -15,6 +15,12 @@ from jax.experimental import pallas as pl
 
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand
 from ejkernel_pallas.tpu.mosaic.vectors import matrix_product
+from ejkernel_pallas.tpu.tiled_attention.kernels.chunks import (
+    DistinctRowsAndHeads,
+    ScoreChunk,
+    current_entry,
+    for_each_chunk,
+)
 from ejkernel_pallas.tpu.tiled_attention.kernels.operands import kv_rows_operand
 from ejkernel_pallas.tpu.tiled_attention.kernels.pair_call import tile_pairs_call
 from ejkernel_pallas.tpu.tiled_attention.kernels.recompute import (
@@ -24,15 +30,7 @@ from ejkernel_pallas.tpu.tiled_attention.kernels.recompute import (
     zero_accumulators,
 )
 from ejkernel_pallas.tpu.tiled_attention.kernels.refs import BackwardRefs
-from ejkernel_pallas.tpu.tiled_attention.kernels.score_chunk import (
-    DistinctRowsAndHeads,
-    ScoreChunk,
-    apply_dropout,
-    current_entry,
-    for_each_chunk,
-    load_queries,
-    transpose_dropout_keys,
-)
+from ejkernel_pallas.tpu.tiled_attention.kernels.score_chunk import apply_dropout, load_queries, transpose_dropout_keys
 from ejkernel_pallas.tpu.tiled_attention.plan import FIRST_PAIR_FLAG, LAST_PAIR_FLAG
 from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 

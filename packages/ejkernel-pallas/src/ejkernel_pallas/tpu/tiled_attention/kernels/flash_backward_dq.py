@@ -13,6 +13,12 @@ from jax.experimental import pallas as pl
 
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand
 from ejkernel_pallas.tpu.mosaic.vectors import matrix_product
+from ejkernel_pallas.tpu.tiled_attention.kernels.chunks import (
+    DistinctRowsAndHeads,
+    ScoreChunk,
+    current_entry,
+    for_each_chunk,
+)
 from ejkernel_pallas.tpu.tiled_attention.kernels.operands import rows_operand
 from ejkernel_pallas.tpu.tiled_attention.kernels.pair_call import tile_pairs_call
 from ejkernel_pallas.tpu.tiled_attention.kernels.recompute import (
@@ -23,14 +29,7 @@ from ejkernel_pallas.tpu.tiled_attention.kernels.recompute import (
     zero_accumulators,
 )
 from ejkernel_pallas.tpu.tiled_attention.kernels.refs import BackwardRefs
-from ejkernel_pallas.tpu.tiled_attention.kernels.score_chunk import (
-    DistinctRowsAndHeads,
-    ScoreChunk,
-    current_entry,
-    for_each_chunk,
-    load_keys,
-    transpose_dropout_keys,
-)
+from ejkernel_pallas.tpu.tiled_attention.kernels.score_chunk import load_keys, transpose_dropout_keys
 from ejkernel_pallas.tpu.tiled_attention.plan import FIRST_PAIR_FLAG, LAST_PAIR_FLAG
 from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 

@@ -25,16 +25,18 @@ from jax.experimental.pallas import tpu as pltpu
 from ejkernel.arithmetic import LOG2E
 from ejkernel_pallas.tpu.mosaic.launch import Ref
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, column_to_row, lane_groups, matrix_product, repeat_lanes
-from ejkernel_pallas.tpu.tiled_attention.kernels.refs import ForwardRefs
-from ejkernel_pallas.tpu.tiled_attention.kernels.score_chunk import (
+from ejkernel_pallas.tpu.tiled_attention.kernels.chunks import (
     DistinctRowsAndHeads,
     ScoreChunk,
+    current_entry,
+    for_each_chunk,
+)
+from ejkernel_pallas.tpu.tiled_attention.kernels.refs import ForwardRefs
+from ejkernel_pallas.tpu.tiled_attention.kernels.score_chunk import (
     apply_dropout,
     apply_mask,
-    current_entry,
     double_buffer,
     dropout_scratch,
-    for_each_chunk,
     load_keys,
     scores,
     transpose_dropout_keys,

@@ -15,9 +15,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel_pallas.tpu.mosaic.launch import Ref
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, matrix_product, repeat_lanes, row_to_column
+from ejkernel_pallas.tpu.tiled_attention.kernels.chunks import ScoreChunk
 from ejkernel_pallas.tpu.tiled_attention.kernels.refs import BackwardRefs
 from ejkernel_pallas.tpu.tiled_attention.kernels.score_chunk import (
-    ScoreChunk,
     apply_dropout,
     apply_mask,
     attending_pairs,
