@@ -153,7 +153,7 @@ def test_sorting_the_tiles_of_a_million_tokens_holds_no_matrix_of_pairs():
         ),
         (lambda: MultiHeadMask([FullMask(SHAPE), FullMask((4, 4))]), "wants equal shapes"),
         (lambda: MultiHeadMask([FullMask(SHAPE)] * 2) | MultiHeadMask([FullMask(SHAPE)]), "got 2 and 1 heads"),
-        (lambda: MultiHeadMask([FullMask(SHAPE)]).allowed(0, 0, SHAPE), "ask the mask of one of them"),
+        (lambda: MultiHeadMask([FullMask(SHAPE)]).allowed(0, 0, SHAPE), "call the mask of one head"),
     ],
 )
 def test_wrong_masks_are_explained(make, message):

@@ -218,7 +218,7 @@ def _check_private_residuals(choice: Choice, results: ForwardResults) -> Forward
     """
     if results.private_residuals is not None and choice.implementation and not choice.implementation.paired:
         name = choice.implementation.name
-        raise ValueError(f"{name}: its forward function returned private residuals, which wants paired=True")
+        raise ValueError(f"{name}: its forward function returned private residuals, which need paired=True")
     return results
 
 

@@ -313,7 +313,7 @@ class MultiHeadMask(Mask):
         return f"MultiHeadMask(distinct={self.distinct_masks}, which={self.mask_index_by_head})"
 
     def allowed(self, query: Any, key: Any, sizes: Shape) -> jax.Array:
-        raise ValueError("a MultiHeadMask allows different pairs in different heads; ask the mask of one of them")
+        raise ValueError("a MultiHeadMask allows different pairs in different heads; call the mask of one head")
 
     def tiles(self, queries: TileSpans, keys: TileSpans) -> TileOccupancy:
         """Returns the tiles in which a pair of some head attends, and those in which all pairs of all heads do."""

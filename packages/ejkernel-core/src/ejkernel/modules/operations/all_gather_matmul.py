@@ -62,10 +62,10 @@ def all_gather_matmul(
             the same time must differ in it; no other backend reads it.
         precision: `jax.lax.Precision`, or its name, of the matrix products. None takes all digits of float32 and wider
             inputs, unless `jax.default_matmul_precision` says otherwise.
-        tp_size: P, where the caller knows it; checked against the axis.
+        tp_size: P; an error if the axis has another size. None does not check.
 
     Returns:
-        [P M, N] in x's dtype, the rows of device i from row `i M`. Sums are float32 (float64 of float64).
+        [P M, N] in x's dtype, the rows of device i from row `i M`. Sums are float32 (float64 for float64).
 
     Raises:
         ValueError: `axis_name` is neither bound nor an axis of a mesh, or `in_specs` do not split the rows of x over

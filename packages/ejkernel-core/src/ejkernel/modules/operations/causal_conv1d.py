@@ -84,8 +84,8 @@ def causal_conv1d(
         initial_state: [B, I, W - 1] floating, or [N, I, W - 1] with cu_seqlens: the tokens before the first; None is
             zeros. [B, I, W] and [N, I, W] hold one token more. Differentiable. Read in x's dtype.
         cu_seqlens: [N + 1] int: sequence n owns tokens `cu_seqlens[n] : cu_seqlens[n + 1]` of the single row (B = 1),
-            and sees no others. May be traced; values that are not are checked, for which an eager call waits. Sequences
-            may be empty; padding tokens have output 0.
+            and sees no others. May be traced; an eager call waits for the values and checks them. Sequences may be
+            empty; padding tokens have output 0.
         state_indices: [B] int, or [N] int with cu_seqlens: initial_state is slots, [slots, I, W - 1] or [slots, I, W],
             and a row or sequence continues the state in its slot and stores it there. Those with tokens have different
             slots; an index that is no slot (such as -1) starts from zeros and stores nothing.

@@ -71,9 +71,8 @@ def chunked_prefill_paged_decode(
         key_cache: [P, S, Hk, D] floating.
         value_cache: [P, S, Hk, Dv], dtype of key_cache.
         kv_lens: [N] int, tokens of each sequence, the new ones included.
-        block_tables: [N, pages per sequence] int. Entries past a sequence's length are neither looked at nor written
-            through; within it, an entry that is no page of the cache is a page without keys, which drops what is
-            written to it.
+        block_tables: [N, pages per sequence] int. Entries past a sequence's length are not read. Within it, an entry
+            that is no page of the cache counts as a page without keys, and new tokens that belong there are dropped.
         query_start_loc: [N + 1] int, not decreasing. Sequences may have no rows.
         alibi_slopes: [H] slopes m of the term `m * (k - c)`, c the sequence's tokens before its new ones.
         softmax_aux: Sink logits, [H] one per head; `ejkernel.modules.operations.shared.sinks` has the other shapes.

@@ -92,8 +92,8 @@ def flash_attention(
         value: [B, S, Hk, V], dtype of query.
         bias: [B|1, H|1, T|1, S|1] floating, added to the scaled scores before the soft cap; -inf masks. Differentiable.
         cum_seqlens_q: Cumulative query lengths, int. With B = 1, [N + 1] for N packed sequences that do not see each
-            other and whose positions restart; with B > 1, [B + 1], row b holding one sequence followed by padding.
-            May be traced; values that are not are checked, for which an eager call waits. Sequences may be empty.
+            other and whose positions restart; with B > 1, [B + 1], row b holding one sequence followed by padding. May
+            be traced; an eager call waits for the values and checks them. Sequences may be empty.
         cum_seqlens_k: The same for keys; None means those of the queries.
         softmax_aux: Sink logits, [H] one per head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
             Differentiable.

@@ -98,7 +98,7 @@ def flash_mla(
         b_k: [B, T, Dr], dtype of query.
         cu_seqlens: Cumulative lengths, int. With B = 1, [N + 1] for N packed sequences that do not see each other and
             whose positions restart; with B > 1, [B + 1], row b holding one sequence followed by padding. May be traced;
-            values that are not are checked, for which an eager call waits. Sequences may be empty.
+            an eager call waits for the values and checks them. Sequences may be empty.
         softmax_scale: Factor on the scores; None means one over the root of a key's size, Dn or Dn + Dr.
         causal: Key position at most query position.
         attention_mask: [B|1, H|1, T|1, T|1] bool or int, True (or nonzero) attends. Applies together with the bias.

@@ -60,10 +60,10 @@ def fused_kl_divergence(
     """Returns the divergence of a student's distributions from a teacher's, the loss of distillation.
 
     Shape letters: `...` the axes of the tokens, V entries of the vocabulary. No array of probabilities is kept: each
-    pass reads the logits, and sums in float32 (float64 of float64). The formulas are in
+    pass reads the logits, and sums in float32 (float64 for float64). The formulas are in
     `ejkernel.families.kl_divergence`.
 
-    Over devices, the axes of tokens can be split. A vocabulary that is split is a call within `jax.shard_map`, with
+    The axes of tokens can be split over devices. To split the vocabulary, call within `jax.shard_map` with
     `vocab_parallel_axis`.
 
     Args:
@@ -82,7 +82,7 @@ def fused_kl_divergence(
         check_vma: Has no effect: how results vary over a mesh follows from the arguments.
 
     Returns:
-        `KLDivergenceOutput(loss, weight_sum, teacher_entropy)`, float32 (float64 of float64). Only the loss has a
+        `KLDivergenceOutput(loss, weight_sum, teacher_entropy)`, float32 (float64 for float64). Only the loss has a
         gradient: of student_logits.
 
     Example:

@@ -63,9 +63,9 @@ def gated_delta_rule(
             from a zero state; a row's first segment continues from `initial_state`. Negative ids are padding, which
             leaves the state alone and has output 0. A floating [B, H, K, V] in its place is `initial_state`.
         initial_state: [B, H, K, V] floating, the state before the first token; None is zeros. Differentiable.
-        cu_seqlens: [N + 1] int cumulative lengths of N packed sequences, with B = 1; each has a state of its own,
-            [N, H, K, V]. May be traced; values that are not are checked, for which an eager call waits. Sequences may
-            be empty; padding tokens have output 0. Not with seg_ids.
+        cu_seqlens: [N + 1] int cumulative lengths of N packed sequences, with B = 1; each has a separate state,
+            [N, H, K, V]. May be traced; an eager call waits for the values and checks them. Sequences may be empty;
+            padding tokens have output 0. Not with seg_ids.
         parents: [B, T] int, a tree of draft tokens to verify: the token that each token continues, by its index among
             those of its row or packed sequence, which is below its own; -1 continues the initial state. An output then
             depends on the token's ancestors alone, and a state is returned for each token. May be traced; values that

@@ -92,8 +92,7 @@ def grouped_matmul(
         rhs: [E, K, N], or [E, N, K] with `transpose_rhs`; floating of 16 bits or more, or any numeric dtype with
             `rhs_scale`. Where it is not lhs's dtype, both are multiplied in the one that JAX promotes the two to.
         group_sizes: [E] int, rows of every group; with `group_offset`, [G] for all the groups there are. May be traced;
-            values that are not are checked, for which an eager call waits.
-            Groups may be empty, and rows may be left over.
+            an eager call waits for the values and checks them. Groups may be empty, and rows may be left over.
         group_offset: Integer, the group of the first matrix of rhs: these are then groups `offset` to `offset + E - 1`
             of all, and rows of the others are left over. May be traced.
         existing_out: [M, N] floating, added to the product; left-over rows are these values alone.

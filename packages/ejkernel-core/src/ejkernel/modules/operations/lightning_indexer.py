@@ -98,8 +98,8 @@ def lightning_indexer(
         weights: [B, T, H] floating, of any sign; may be float32 with any query. DeepSeek-V3.2 multiplies its projection
             by `H ** -0.5`, which the loss of the scores depends on.
         cum_seqlens_q: Cumulative query lengths, int. With B = 1, [N + 1] for N packed sequences that do not see each
-            other; with B > 1, [B + 1], row b holding one sequence followed by padding. May be traced; values that are
-            not are checked, for which an eager call waits. Sequences may be empty.
+            other; with B > 1, [B + 1], row b holding one sequence followed by padding. May be traced; an eager call
+            waits for the values and checks them. Sequences may be empty.
         cum_seqlens_k: The same for keys; None means those of the queries.
         key_scales: [B, S] or [P, S] floating, factors on the products with each key of 8 bits. No gradient.
         block_tables: [B, N] int, the pages of each request, no page twice. Tokens of an entry that is no page, such as

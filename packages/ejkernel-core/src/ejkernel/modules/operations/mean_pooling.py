@@ -56,8 +56,8 @@ def mean_pooling(
     Args:
         x: [B, T, C], [B, T, H, D], or packed sequences [T, C]; float16, bfloat16, float32 or float64.
         cu_seqlens: Cumulative lengths, int. With one row (or none), [N + 1] for N packed sequences; with B > 1,
-            [B + 1], row b holding one sequence followed by padding. May be traced; values that are not are checked,
-            for which an eager call waits. Sequences may be empty.
+            [B + 1], row b holding one sequence followed by padding. May be traced; an eager call waits for the values
+            and checks them. Sequences may be empty.
         chunk_size: Tokens per chunk. None pools whole sequences, and chunks of 32 where x has heads.
 
     Returns:

@@ -78,7 +78,7 @@ def mla_decode(
         w_kc: [R, Hk, Dn], dtype of query; H is a multiple of Hk.
         w_vc: [R, Hk, Dv], dtype of query.
         lengths: [B] int, cached tokens of each row, 0 to S, the query's own among them: it sits at `length - 1`. May be
-            traced; values that are not are checked, for which an eager call waits.
+            traced; an eager call waits for the values and checks them.
         softmax_scale: Factor on the scores; None means `(Dn + Dr) ** -0.5`.
         softmax_aux: Sink logits, [H] one per head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
             Differentiable.

@@ -90,8 +90,9 @@ def native_sparse_attention(
        later than the query's position. It is 0 for queries before the end of the first block.
     2. *Selected*, always: the keys of the query's blocks, up to its position. They are `block_indices`, or else the
        `block_counts` blocks with the largest weight in the compressed branch, summed over the query heads of a KV head;
-       the query's own block is always taken, blocks after it never, of two that weigh the same the later. Where there
-       are too few, the slots stay empty. What is selected has no gradient, as in the paper.
+       the query's block is always selected, blocks after it never are, and of two blocks with equal weights the later
+       one is selected. Where there are too few, the slots stay empty. What is selected has no gradient, as in the
+       paper.
     3. *Window*, with g_swa: the newest `window_size` keys, up to and including the one at the query's position.
 
     The output is `g_slc * selected + g_cmp * compressed + g_swa * window`. Gates are used as they are given: a model
@@ -117,8 +118,8 @@ def native_sparse_attention(
             block_indices, [B, T, Hk] int, which may be traced.
         cu_seqlens: Cumulative query lengths, int. With B = 1, [N + 1] for N packed sequences that do not see each other
             and whose blocks start over; with B > 1, `kv_lens` or `block_tables`, [B + 1], row b holding one sequence
-            followed by padding. May be traced; values that are not are checked, for which an eager call waits.
-            Sequences may be empty.
+            followed by padding. May be traced; an eager call waits for the values and checks them. Sequences may be
+            empty.
         g_swa: [B, T, H] floating. None leaves the window out.
         cu_seqlens_k: The same for keys; None means those of the queries. Only with cu_seqlens.
         kv_lens: [B] int, tokens of each request, its queries included; None if the cache is full. Replaces

@@ -71,10 +71,10 @@ def ragged_page_attention_v2_turboquant(
 ) -> Float[Array, "t h d"] | WithLse:
     """Computes `ragged_page_attention_v2` over keys and values of a few bits (Zandieh et al. 2025, arXiv:2504.19874).
 
-    A vector is stored as its norm and one code per coordinate, after a rotation that all vectors share; a key also as
-    the signs of Q projections of what the codes leave of it. Queries are rotated once, and so is the output. The
-    formulas of the format are in `ejkernel.planning.turboquant`. `ejkernel.quantization.turboquant` makes the tables
-    and the codes. Not differentiable.
+    A vector is stored as its norm and one code per coordinate, after a rotation that all vectors share; a key also has
+    the signs of Q projections of its residual, which is what the codes do not represent. Queries are rotated once, and
+    so is the output. The formulas of the format are in `ejkernel.planning.turboquant`.
+    `ejkernel.quantization.turboquant` makes the tables and the codes. Not differentiable.
 
     Shape letters: T query rows, N sequences, P pages of S slots, H query heads, Hk KV heads, D head size, b bits of a
     code, Q projections. Sequences, lengths and tables are those of `ragged_page_attention_v2`.

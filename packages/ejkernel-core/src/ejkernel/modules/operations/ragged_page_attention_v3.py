@@ -92,8 +92,8 @@ def ragged_page_attention_v3(
     token at position k lies in page `block_tables[n, k // S]`, slot `k % S`. The formula is in
     `ejkernel.families.paged_attention`. Not differentiable.
 
-    Nothing but the new tokens' own slots is written. Call under `jax.jit` with `donate_argnums` for the cache and use
-    the returned one: the update is then in place. A call outside of jit copies the cache.
+    Only the slots of the new tokens are written. Call under `jax.jit` with `donate_argnums` for the cache and use the
+    returned one: the update is then in place. A call outside of jit copies the cache.
 
     With `pack = 32 // bits(cache dtype)` a cache is [P, S, x, pack, lanes], in one of two layouts. `"interleaved"`:
     x = ceil(2 * Hk / pack) and lanes = D rounded up to 128; axes 2 and 3 together are the rows K0, V0, K1, V1, ...
@@ -109,9 +109,8 @@ def ragged_page_attention_v3(
         values: [T, Hk, D] new values, dtype of kv_cache.
         kv_cache: [P, S, x, pack, lanes] floating or int8, as above.
         kv_lens: [N] int, tokens of each sequence, the new ones included.
-        block_tables: [N, K] or flat [N * K] int. Entries past a sequence's length are neither looked at nor written
-            through; within it, an entry that is no page of the cache is a page without keys, which drops what is
-            written to it.
+        block_tables: [N, K] or flat [N * K] int. Entries past a sequence's length are not read. Within it, an entry
+            that is no page of the cache counts as a page without keys, and new tokens that belong there are dropped.
         query_start_loc: [N + 1] int, not decreasing up to the live sequences. Sequences may have no rows.
         distribution: [3] int (i, j, k): sequences 0 to i - 1 have one row each, i to j - 1 equally many, up to k - 1
             any number; k sequences are live. The first two are advice for kernels. Rows of other sequences give 0.

@@ -69,12 +69,12 @@ def ragged_page_attention_v3_turboquant(
 ) -> tuple[Float[Array, "t h d"], *tuple[Array, ...]] | WithLse:
     """Writes new tokens as codes of a few bits into their pages, then attends (Zandieh et al. 2025, arXiv:2504.19874).
 
-    A vector is stored as its norm and one code per coordinate, after a rotation that all vectors share; a key also as
-    the signs of Q projections of what the codes leave of it. Queries are rotated once, and so is the output. The
-    formulas of the format are in `ejkernel.planning.turboquant`, and `ejkernel.quantization.turboquant` makes the
-    tables. Not differentiable.
+    A vector is stored as its norm and one code per coordinate, after a rotation that all vectors share; a key also has
+    the signs of Q projections of its residual, which is what the codes do not represent. Queries are rotated once, and
+    so is the output. The formulas of the format are in `ejkernel.planning.turboquant`, and
+    `ejkernel.quantization.turboquant` makes the tables. Not differentiable.
 
-    Nothing but the new tokens' own slots is written. Call under `jax.jit` with `donate_argnums` for the five arrays of
+    Only the slots of the new tokens are written. Call under `jax.jit` with `donate_argnums` for the five arrays of
     pages and use the returned ones: the update is then in place. A call outside of jit copies them.
 
     Shape letters: T query rows, N sequences, P pages of S slots, H query heads, Hk KV heads, D head size, b bits of a
@@ -93,9 +93,8 @@ def ragged_page_attention_v3_turboquant(
         value_indices_pages: [P, S, Hk, D * b / 8] uint8, codes of the rotated values, whose b may be another.
         value_norms_pages: [P, S, Hk] floating.
         kv_lens: [N] int, tokens of each sequence, the new ones included.
-        block_tables: [N, K] or flat [N * K] int. Entries past a sequence's length are neither looked at nor written
-            through; within it, an entry that is no page of the cache is a page without keys, which drops what is
-            written to it.
+        block_tables: [N, K] or flat [N * K] int. Entries past a sequence's length are not read. Within it, an entry
+            that is no page of the cache counts as a page without keys, and new tokens that belong there are dropped.
         query_start_loc: [N + 1] int, not decreasing up to the live sequences. Sequences may have no rows.
         distribution: [3] int (i, j, k): k sequences are live; i and j are advice for kernels. Rows of other sequences
             give 0.

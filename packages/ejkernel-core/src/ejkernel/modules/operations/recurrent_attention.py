@@ -61,12 +61,12 @@ def recurrent_attention(
         initial_state: [B, H, K, V] floating, or [N, H, K, V] with cu_seqlens: the state before the first token; None
             is zeros. Differentiable.
         cu_seqlens: [N + 1] int: sequence n owns tokens `cu_seqlens[n] : cu_seqlens[n + 1]` of the single row (B = 1, or
-            arrays without the axis B), and has a state of its own. May be traced; values that are not are checked, for
-            which an eager call waits. Sequences may be empty; padding tokens have output 0.
+            arrays without the axis B), and has a separate state. May be traced; an eager call waits for the values and
+            checks them. Sequences may be empty; padding tokens have output 0.
         state_indices: [N] int, with cu_seqlens: initial_state is slots, [slots, H, K, V], and sequence n continues the
-            state in slot `state_indices[n]` and stores it there. Sequences with tokens have different slots; an index
-            outside of them, such as -1, means none: such a sequence starts from zeros, and its state is not kept. The
-            states that are returned are the slots, in their dtype; donate them under `jax.jit`.
+            state in slot `state_indices[n]` and stores it there. Sequences with tokens have different slots; a sequence
+            whose index is out of range, such as -1, starts from zeros, and its state is not kept. The states that are
+            returned are the slots, in their dtype; donate them under `jax.jit`.
         seg_ids: [B, T] int of any dtype. A token whose id differs from that of the last real token before it starts
             from a zero state; a row's first segment continues from `initial_state`. Negative ids are padding, which
             leaves the state alone and has output 0. Not with cu_seqlens.

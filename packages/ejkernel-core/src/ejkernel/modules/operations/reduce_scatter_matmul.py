@@ -60,7 +60,7 @@ def reduce_scatter_matmul(
             the same time must differ in it; no other backend reads it.
         precision: `jax.lax.Precision`, or its name, of the matrix products. None takes all digits of float32 and wider
             inputs, unless `jax.default_matmul_precision` says otherwise.
-        tp_size: P, where the caller knows it; checked against the axis.
+        tp_size: P; an error if the axis has another size. None does not check.
 
     Returns:
         [M / P, N] in x's dtype, rows `i M / P` to `(i + 1) M / P` on device i.

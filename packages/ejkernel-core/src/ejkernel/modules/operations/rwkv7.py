@@ -37,15 +37,15 @@ def rwkv7(
 ) -> Float[Array, "b t h v"] | tuple[Float[Array, "b t h v"], Float[Array, "n h k v"]]:
     """Computes the time mixing of RWKV-7, chunk by chunk (Peng et al. 2025, arXiv:2503.14456).
 
-    Every head carries a state S of shape [K, V]. Each token first decays it and adds what b reads of it along a, then
+    Every head carries a state S of shape [K, V]. Each token first decays S and adds `a` times what `b` reads of S, then
     writes, then reads:
 
         S   = (diag(exp(w_t)) + a_t b_t^T) S + k_t v_t^T
         o_t = softmax_scale * S^T r_t
 
-    b reads the state before the decay. Of the library FLA, `chunk_rwkv7(a=x, b=y)` is this with `a=y` and `b=x`. The
-    delta rule is a special case: `kernel_delta_attention` with keys k has `a = -beta k` and `b = exp(w) k`, and writes
-    `beta k v^T`. Head h of r reads head `h // (H // Hk)` of k and v.
+    b reads the state before the decay. FLA's `chunk_rwkv7(a=x, b=y)` is `rwkv7` with `a=y` and `b=x`. The delta rule is
+    a special case: `kernel_delta_attention` with keys k has `a = -beta k` and `b = exp(w) k`, and writes `beta k v^T`.
+    Head h of r reads head `h // (H // Hk)` of k and v.
 
     Over devices, batch, heads and tokens can be split.
 
@@ -63,12 +63,12 @@ def rwkv7(
             is zeros.
         reverse: Go from the last token of each sequence to the first.
         cu_seqlens: [N + 1] int: sequence n owns tokens `cu_seqlens[n] : cu_seqlens[n + 1]` of the single row (B = 1, or
-            arrays without the axis B), and has a state of its own. May be traced; values that are not are checked, for
-            which an eager call waits. Sequences may be empty; padding tokens have output 0.
+            arrays without the axis B), and has a separate state. May be traced; an eager call waits for the values and
+            checks them. Sequences may be empty; padding tokens have output 0.
         state_indices: [N] int, with cu_seqlens: initial_state is slots, [slots, H, K, V], and sequence n continues the
-            state in slot `state_indices[n]` and stores it there. Sequences with tokens have different slots; an index
-            outside of them, such as -1, means none: such a sequence starts from zeros, and its state is not kept. The
-            states that are returned are the slots, in their dtype; donate them under `jax.jit`.
+            state in slot `state_indices[n]` and stores it there. Sequences with tokens have different slots; a sequence
+            whose index is out of range, such as -1, starts from zeros, and its state is not kept. The states that are
+            returned are the slots, in their dtype; donate them under `jax.jit`.
         return_state: Also return the states after the last token taken.
 
     Returns:

@@ -60,12 +60,12 @@ def rwkv7_mul(
             is zeros.
         reverse: Go from the last token of each sequence to the first.
         cu_seqlens: [N + 1] int: sequence n owns tokens `cu_seqlens[n] : cu_seqlens[n + 1]` of the single row (B = 1, or
-            arrays without the axis B), and has a state of its own. May be traced; values that are not are checked, for
-            which an eager call waits. Sequences may be empty; padding tokens have output 0.
+            arrays without the axis B), and has a separate state. May be traced; an eager call waits for the values and
+            checks them. Sequences may be empty; padding tokens have output 0.
         state_indices: [N] int, with cu_seqlens: initial_state is slots, [slots, H, K, V], and sequence n continues the
-            state in slot `state_indices[n]` and stores it there. Sequences with tokens have different slots; an index
-            outside of them, such as -1, means none: such a sequence starts from zeros, and its state is not kept. The
-            states that are returned are the slots, in their dtype; donate them under `jax.jit`.
+            state in slot `state_indices[n]` and stores it there. Sequences with tokens have different slots; a sequence
+            whose index is out of range, such as -1, starts from zeros, and its state is not kept. The states that are
+            returned are the slots, in their dtype; donate them under `jax.jit`.
         return_state: Also return the states after the last token taken.
 
     Returns:

@@ -77,8 +77,8 @@ def scaled_dot_product_attention(
         bias: [B|1, H|1, T|1, S|1] floating, added to the scaled scores. Differentiable. Applies together with masks.
         cum_seqlens_q: Cumulative query lengths, int, starting at 0; never the lengths themselves. With B = 1, [N + 1]
             for N packed sequences that do not see each other and whose positions restart; with B > 1, [B + 1], row b
-            holding one sequence followed by padding. May be traced; values that are not are checked, for which an
-            eager call waits. Sequences may be empty.
+            holding one sequence followed by padding. May be traced; an eager call waits for the values and checks them.
+            Sequences may be empty.
         cum_seqlens_k: The same for keys; None means those of the queries.
         mask_info: Mask, segments and positions; applies together with everything else.
         init_bias: Called without arguments for the bias where `bias` is None, when the call is made or traced.

@@ -83,12 +83,12 @@ def state_space_v1(
         conv_state: [B, I, d_conv] floating, state of the convolution in front of the scan, which is the caller's;
             handed back as it is, so that a layer's state is what the call returns.
         cu_seqlens: [N + 1] int cumulative lengths of N packed sequences, with B = 1; each has a state of its own. May
-            be traced; values that are not are checked, for which an eager call waits. Sequences may be empty. Tokens of
-            none have output 0.
+            be traced; an eager call waits for the values and checks them. Sequences may be empty. Padding tokens
+            have output 0.
         state_indices: [N] int, with cu_seqlens: initial_state is slots, [slots, I, E], and sequence n continues the
-            state in slot `state_indices[n]` and stores it there. Sequences with tokens have different slots; an index
-            outside of them, such as -1, means none: such a sequence starts from zeros, and its state is not kept. The
-            state that is returned is the slots, in their dtype; donate them under `jax.jit`.
+            state in slot `state_indices[n]` and stores it there. Sequences with tokens have different slots; a sequence
+            whose index is out of range, such as -1, starts from zeros, and its state is not kept. The state that is
+            returned is the slots, in their dtype; donate them under `jax.jit`.
         dt_bias: [I] floating, added to dt before the softplus. Differentiable.
         dt_softplus: Take the softplus of dt, so that dt is what the layer projects.
         dt_limit: (lower, upper), limits of the step sizes after the softplus; the upper one may be infinite. Steps past

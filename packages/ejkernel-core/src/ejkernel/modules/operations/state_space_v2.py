@@ -97,11 +97,11 @@ def state_space_v2(
             sequences.
         conv_state: Anything; returned as it is.
         cu_seqlens: [N + 1] int cumulative lengths of N packed sequences, with B = 1; each has a state of its own. May
-            be traced; values that are not are checked, for which an eager call waits. Sequences may be empty.
+            be traced; an eager call waits for the values and checks them. Sequences may be empty.
         state_indices: [N] int, with cu_seqlens: initial_state is slots, [slots, H, P, E], and sequence n continues the
-            state in slot `state_indices[n]` and stores it there. Sequences with tokens have different slots; an index
-            outside of them, such as -1, means none: such a sequence starts from zeros, and its state is not kept. The
-            state that is returned is the slots, in their dtype; donate them under `jax.jit`.
+            state in slot `state_indices[n]` and stores it there. Sequences with tokens have different slots; a sequence
+            whose index is out of range, such as -1, starts from zeros, and its state is not kept. The state that is
+            returned is the slots, in their dtype; donate them under `jax.jit`.
         dt_bias: [H] floating, added to dt before the softplus. Differentiable.
         dt_softplus: Take the softplus of dt, so that dt is what the layer projects.
         parents: [B, T] int, a tree of draft tokens to verify: the token that each token continues, by its index among

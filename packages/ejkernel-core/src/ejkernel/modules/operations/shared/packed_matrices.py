@@ -45,7 +45,7 @@ def with_checked_shapes(args: Record) -> Record:
     if not is_matmul_dtype(inputs.lhs.dtype):
         raise ValueError(f"lhs: got {inputs.lhs.dtype} with rhs_mode, wants a floating dtype of 16 bits or more")
     if inputs.rhs_scale is None:
-        raise ValueError(f"rhs_scale: got None with rhs_mode {form.mode!r}, wants the scales that quantize makes")
+        raise ValueError(f"rhs_scale: got None with rhs_mode {form.mode!r}, wants the scales that quantize returns")
     check_shape("rhs", inputs.rhs, "E rows words", {})
     names = ("rhs", "rhs_scale", "rhs_zeros", "rhs_tensor_scale")
     check_quantized(inputs.rhs, inputs.rhs_scale, inputs.rhs_zeros, form, names, inputs.rhs_tensor_scale)
