@@ -10,7 +10,7 @@ import ejkernel_triton
 ROOT = Path(ejkernel_triton.__file__).parent
 DATA = {"tuned", "evidence", "__pycache__"}
 SUBFAMILIES = {
-    "linear_recurrence": {"chunked", "delta", "decode", "low_rank", "segments"},
+    "linear_recurrence": {"chunked", "delta", "decode", "low_rank", "segments", "steps"},
     "paged_attention": {"cache_write", "fixed_splits", "latent"},
     "selective_scan": {"decode"},
 }
