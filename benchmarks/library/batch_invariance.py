@@ -28,14 +28,17 @@ from ejkernel.modules import (
     flash_attention,
     fused_cross_entropy,
     fused_kl_divergence,
+    gated_delta_rule,
     gated_grouped_matmul,
     gather_reduce,
     gla_attention,
     grouped_matmul,
+    kernel_delta_attention,
     lightning_indexer,
     mean_pooling,
     page_attention,
     quantized_matmul,
+    rwkv7,
     state_space_v1,
     token_sparse_attention,
     unified_attention,
@@ -199,6 +202,24 @@ def linear_attention(batch: int, tokens: int, dtype: Any) -> Measured:
     return rows_of_batch(f"{batch} x {tokens} tokens", gla_attention, (*arrays, gates))
 
 
+def delta_rule(function: Callable[..., Any], batch: int, tokens: int, dtype: Any) -> Measured:
+    """A delta rule with a gate per head, or per channel (KDA)."""
+    query, key, value = (normal(seed, batch, tokens, 8, 128, dtype=dtype) for seed in range(3))
+    arrays = query, key / jnp.linalg.norm(key, axis=-1, keepdims=True), value
+    beta = jax.nn.sigmoid(normal(3, batch, tokens, 8, dtype=dtype))
+    channels = () if function is gated_delta_rule else (128,)
+    gates = -jax.nn.softplus(normal(4, batch, tokens, 8, *channels, dtype=jnp.float32))
+    options = {"use_qk_l2norm": False, "softmax_scale": 0.01}  # XLA computes the norm, for the whole array
+    return rows_of_batch(f"{batch} x {tokens} tokens", function, (*arrays, beta, gates), options=options)
+
+
+def low_rank(batch: int, tokens: int, dtype: Any) -> Measured:
+    """RWKV-7, whose layers bound their gates."""
+    r, k, v, a = (0.125 * normal(seed, batch, tokens, 8, 64, dtype=dtype) for seed in range(4))
+    gates = -0.6 * jax.nn.sigmoid(normal(4, batch, tokens, 8, 64, dtype=jnp.float32))
+    return rows_of_batch(f"{batch} x {tokens} tokens", rwkv7, (r, gates, k, v, a, -a))
+
+
 def convolution(batch: int, tokens: int, channels: int, dtype: Any) -> Measured:
     x, weight = normal(0, batch, tokens, channels, dtype=dtype), normal(1, channels, 4, dtype=dtype)
     return rows_of_batch(f"{batch} x {tokens} tokens of {channels} channels", causal_conv1d, (x,), (weight,))
@@ -310,6 +331,9 @@ def calls(quick: bool) -> Iterator[Measured]:
         yield quantized(rows, channels, dtype)
     for rows, tokens in ((1, length), (decoding, 1)):
         yield linear_attention(rows, tokens, dtype)
+        yield delta_rule(gated_delta_rule, rows, tokens, dtype)
+        yield delta_rule(kernel_delta_attention, rows, tokens, dtype)
+        yield low_rank(rows, tokens, dtype)
     for rows, tokens in ((batch, length), (decoding, 1)):
         yield scan(rows, tokens, channels, dtype)
         yield convolution(rows, tokens, channels, dtype)
