@@ -88,7 +88,7 @@ def decode_attention(
             among them.
         k_scale: Factor on the scores, by which keys were divided before they were stored, in a cache of 8 bits.
         v_scale: Factor on the output, by which values were divided.
-        chunk_size: Queries attend only to keys of their own run of `chunk_size` positions, counted from 0 (Llama 4).
+        chunk_size: Queries attend only to keys in the same run of `chunk_size` positions, counted from 0 (Llama 4).
 
     Returns:
         [N, H, Dv] in query's dtype, and [N, H] float32 (float64 for float64) log of the softmax denominator, sink

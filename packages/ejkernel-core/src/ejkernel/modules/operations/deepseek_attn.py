@@ -79,7 +79,7 @@ def deepseek_attn(
     `lightning_indexer` and `token_sparse_attention`.
 
     Over devices, batch, heads and the query's tokens can be split. The indexer runs before the split, as XLA partitions
-    it; to split it as well, call the two operations with specs of their own.
+    it; to split it as well, call the two operations, each with its specs.
 
     Args:
         query: [B, T, H, Dq] float16, bfloat16, float32 or float64; Dq is Dn, or Dn + Dr with b_k alone.

@@ -1,4 +1,4 @@
-"""Grouped matmul: rows that come in groups, each group times a matrix of its own."""
+"""Grouped matmul: rows that come in groups, each group times one matrix."""
 
 from collections.abc import Iterable
 from typing import Any, Literal

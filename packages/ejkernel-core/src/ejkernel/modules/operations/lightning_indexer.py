@@ -78,7 +78,7 @@ def lightning_indexer(
 
     Of equal scores, the key with the lower index is selected first, so two runs and two backends select the same keys
     wherever scores are equal. -0 equals 0. NaN of either sign is above infinity, so a key with a score of NaN is
-    selected first. Queries select keys of their own packed sequence only.
+    selected first. Queries select only keys of the same packed sequence.
 
     With `block_tables`, keys are a cache in pages: row b of the queries has the newest tokens of request b, and indices
     count the tokens of that request. Tiles of keys are read from the pages, which are not copied.

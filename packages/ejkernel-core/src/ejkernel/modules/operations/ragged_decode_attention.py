@@ -77,7 +77,7 @@ def ragged_decode_attention(
         alibi_slopes: [H] slopes m of the term `m * (k - c)`, c the sequence's tokens before its queries.
         k_scale: Factor on the scores, by which keys were divided before they were stored, in a cache of 8 bits.
         v_scale: Factor on the output, by which values were divided.
-        chunk_size: Queries attend only to keys of their own run of `chunk_size` positions, counted from 0 (Llama 4).
+        chunk_size: Queries attend only to keys in the same run of `chunk_size` positions, counted from 0 (Llama 4).
         return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:

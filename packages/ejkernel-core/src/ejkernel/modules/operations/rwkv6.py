@@ -1,4 +1,4 @@
-"""RWKV-6 (Finch): a gated linear recurrence whose current token has a weight of its own, the bonus."""
+"""RWKV-6 (Finch): a gated linear recurrence whose current token has a separate weight, the bonus."""
 
 import dataclasses
 from typing import Any

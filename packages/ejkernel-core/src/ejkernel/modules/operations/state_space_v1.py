@@ -82,7 +82,7 @@ def state_space_v1(
             sequences.
         conv_state: [B, I, d_conv] floating, state of the convolution in front of the scan, which is the caller's;
             handed back as it is, so that a layer's state is what the call returns.
-        cu_seqlens: [N + 1] int cumulative lengths of N packed sequences, with B = 1; each has a state of its own. May
+        cu_seqlens: [N + 1] int cumulative lengths of N packed sequences, with B = 1; each has a separate state. May
             be traced; an eager call waits for the values and checks them. Sequences may be empty. Padding tokens
             have output 0.
         state_indices: [N] int, with cu_seqlens: initial_state is slots, [slots, I, E], and sequence n continues the

@@ -96,7 +96,7 @@ def state_space_v2(
         initial_state: [B, H, P, E] floating, the state before the first token; None is zeros. [N, H, P, E] of packed
             sequences.
         conv_state: Anything; returned as it is.
-        cu_seqlens: [N + 1] int cumulative lengths of N packed sequences, with B = 1; each has a state of its own. May
+        cu_seqlens: [N + 1] int cumulative lengths of N packed sequences, with B = 1; each has a separate state. May
             be traced; an eager call waits for the values and checks them. Sequences may be empty.
         state_indices: [N] int, with cu_seqlens: initial_state is slots, [slots, H, P, E], and sequence n continues the
             state in slot `state_indices[n]` and stores it there. Sequences with tokens have different slots; a sequence
