@@ -19,7 +19,11 @@ CLAIMS = {
     if implementation.platform in ("triton", "cuda") and implementation.invariant_to
 }
 # What a sum depends on, of kernels whose other fields follow the batch.
-FIELDS = {"selective_scan-cuda": ("lanes",), "paged_attention-triton": ("block_kv", "batch_invariant")}
+FIELDS = {
+    "selective_scan-cuda": ("lanes",),
+    "paged_attention-triton": ("block_kv", "batch_invariant"),
+    "cross_entropy-triton_ordered": ("block_v", "num_warps", "float32_logits"),
+}
 
 
 @pytest.mark.parametrize("claim", CLAIMS)
@@ -47,6 +51,20 @@ def test_hopper_multiplies_16_bits_in_tiles_that_fit_the_batch():
 
     assert tile_rows(jnp.bfloat16, 4) < tile_rows(jnp.bfloat16, 4096)
     assert tile_rows(jnp.float32, 4) == tile_rows(jnp.float32, 4096)
+
+
+@pytest.mark.parametrize(("dtype", "fits_the_batch"), [(jnp.bfloat16, True), (jnp.float32, False)])
+def test_packed_matrices_are_dequantised_first_for_many_rows_of_16_bits(dtype, fits_the_batch):
+    op = registry().op("quantized_matmul")
+    rule = CLAIMS["quantized_matmul-triton_ordered"][1].config.batch_invariant
+
+    def tiles(rows):
+        words, scales = jax.ShapeDtypeStruct((256, 32), jnp.uint32), jax.ShapeDtypeStruct((256, 4), jnp.float16)
+        args, _ = op.bind((jax.ShapeDtypeStruct((rows, 256), dtype), words, scales, scales), {"group_size": 64})
+        return rule(jax.eval_shape(op.lower, args), H200, "forward")
+
+    assert (tiles(64).dequantize_first, tiles(65).dequantize_first) == (False, fits_the_batch)
+    assert (tiles(4) == tiles(64)) is not fits_the_batch
 
 
 def test_claims_of_interpreted_kernels_hold():

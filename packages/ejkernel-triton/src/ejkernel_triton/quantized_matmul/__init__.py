@@ -6,9 +6,11 @@ from typing import Any
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_triton.quantized_matmul import config
+from ejkernel_triton.quantized_matmul import config, ordered
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 
+HANDLES = ("zeros", "tensor_scale", "transpose", "precision")
+"""Optional fields that the kernels honour."""
 MAX_ROWS = 256
 """Rows of x above which dequantising the matrix once is faster than dequantising it for every tile."""
 MAX_MATRIX_WORDS = 2**31 - 1
@@ -29,7 +31,7 @@ def _priority(record: Any, device: DeviceInfo, direction: Direction) -> int:
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """Returns the implementation, which also serves CPUs if Triton's interpreter is enabled."""
+    """Returns the implementations, which also serve CPUs if Triton's interpreter is enabled."""
     return (
         triton_implementation(
             "quantized_matmul",
@@ -37,11 +39,10 @@ def implementations() -> tuple[Implementation, ...]:
             backward="quantized_matmul.backward:backward",
             gradients=frozenset({"x"}),
             priority=_priority,
-            requires=triton_requires(
-                handles=("zeros", "tensor_scale", "transpose", "precision"), extra_reasons=_refusal_reasons
-            ),
+            requires=triton_requires(handles=HANDLES, extra_reasons=_refusal_reasons),
             config=ConfigSpace.of(config, forward=config.QuantizedTiles),
             invariant_to=frozenset({"batch"}),
             invariant_priority=10,
         ),
+        *ordered.implementations(HANDLES, _refusal_reasons),
     )
