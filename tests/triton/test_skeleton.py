@@ -10,8 +10,10 @@ import ejkernel_triton
 ROOT = Path(ejkernel_triton.__file__).parent
 DATA = {"tuned", "evidence", "__pycache__"}
 SUBFAMILIES = {
+    "cross_entropy": {"ordered"},
     "linear_recurrence": {"chunked", "delta", "decode", "low_rank", "segments", "steps"},
     "paged_attention": {"cache_write", "fixed_splits", "latent"},
+    "quantized_matmul": {"ordered"},
     "selective_scan": {"decode"},
 }
 """Directories in a family's directory that have the skeleton themselves."""

@@ -1,5 +1,7 @@
 """The cross-entropy in Triton: its numbers in the interpreter, and what its kernels take of a chip."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -14,12 +16,19 @@ from ejkernel_triton import ahead, launch
 from ejkernel_triton.cross_entropy import config, extra_reasons
 from ejkernel_triton.cross_entropy.backward import backward
 from ejkernel_triton.cross_entropy.forward import forward
+from ejkernel_triton.cross_entropy.ordered.forward import forward as ordered_forward
 
 TESTS = "(test_value and not eager) or test_gradients or test_gives_gradient or test_vmap"
 
 
 def test_conformance():
     assert_conforms(["fused_cross_entropy"], TESTS)
+
+
+def test_ordered_logits_are_invariant_to_the_batch_and_match_the_reference():
+    assert_conforms(
+        ["fused_cross_entropy"], "test_batch_invariance or (test_value and head and not eager)", "triton_ordered"
+    )
 
 
 def test_vocabularies_over_devices_impossible_entries_and_overlapping_blocks():
@@ -50,6 +59,16 @@ def both_passes(tiles, fields=("inputs",)):
         return run_both_passes(forward, backward, start, tiles)
 
     return run
+
+
+@pytest.mark.parametrize("tokens", [1, 4096])
+def test_ordered_logits_are_products_of_the_grouped_matmul_whatever_the_tokens(tokens):
+    record = dataclasses.replace(record_of(tokens, 32768, 256), sum_over_tokens=False)
+    tiles = config.heuristic(record, H200, "forward")
+    with target_device(H200), launch.collect_launches() as calls:
+        jax.eval_shape(lambda record: ordered_forward(record, tiles), record)
+    assert [call.kernel.__name__ for call in calls] == ["grouped_gemm_kernel", "cross_entropy_fwd_kernel"]
+    assert_fits_and_spills_nothing(calls, "sm_90")
 
 
 def launches_of(record, device):

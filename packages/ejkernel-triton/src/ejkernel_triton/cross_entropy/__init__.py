@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from ejkernel.families.cross_entropy import CrossEntropy
 from ejkernel.ops import ConfigSpace, Implementation
-from ejkernel_triton.cross_entropy import config
+from ejkernel_triton.cross_entropy import config, ordered
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 
 HANDLES = frozenset(
@@ -32,14 +32,13 @@ def extra_reasons(record: CrossEntropy) -> Iterator[str]:
 
 def invariance_limits(record: CrossEntropy) -> Iterator[str]:
     """Yields why rows of a record depend on the rest of its call."""
-    if record.sum_over_tokens:
-        yield "the loss is a sum over all tokens"
+    yield from ordered.invariance_limits(record)
     if record.lm_head is not None:
         yield "lm_head: the sums of XLA's products of a block of tokens depend on their number"
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """Returns the implementation, which also serves CPUs if Triton's interpreter is enabled."""
+    """Returns the implementations, which also serve CPUs if Triton's interpreter is enabled."""
     return (
         triton_implementation(
             "cross_entropy",
@@ -51,4 +50,5 @@ def implementations() -> tuple[Implementation, ...]:
             invariant_to=frozenset({"batch"}),
             invariance_limits=invariance_limits,
         ),
+        *ordered.implementations(HANDLES, extra_reasons),
     )
