@@ -99,3 +99,24 @@ def test_blocks_of_keys_that_vary_with_the_chunk_are_found(monkeypatch):
     monkeypatch.setattr(invariance, "_compiled", compiled_with(lambda queries: 32 if queries > 100 else 64))
     with pytest.raises(AssertionError, match=r"chunking, a chunk: .* of the same rows differ"):
         invariance.check_invariance(target)
+
+
+def test_rows_outside_of_kernels_that_change_with_the_batch_are_found(monkeypatch):
+    """Records are equal, but what an operation computes around the kernel depends on the number of rows."""
+    op = registry().op("expert_routing")
+    implementation = next(i for i in registry().implementations[op.name] if i.name == "xla")
+    cases = tuple((op, case) for case in op.cases if case.name == "eight of forty")
+    target = FamilyTarget(implementation, cases, "batch")
+
+    def compiled(op, implementation):
+        plan = pinned_plan(op, implementation)
+
+        def run(args):
+            *outputs, weights = op.finish(args, differentiable_call(plan, op.lower(args)))
+            return [*map(np.asarray, outputs), np.asarray(weights * (1 + args.logits.shape[0] / 64))]
+
+        return run
+
+    monkeypatch.setattr(invariance, "_compiled_call", compiled)
+    with pytest.raises(AssertionError, match=r"many experts, the call, batch, .* of the same rows differ"):
+        invariance.check_invariance(target)

@@ -21,7 +21,7 @@ class Change:
         name: What it is about, a name of `INVARIANCES`.
         how: What was changed, in a few words.
         record: The changed record.
-        rows: For each output that is compared, the rows in the outputs of the call, and in those of the changed call.
+        rows: For each output, its rows in the call and in the changed call; None for one that is not compared.
         before: A record that runs first, whose final states `record` begins with. None for no record.
         states: The fields of `record` that are such states, and the outputs of `before` that they are.
     """
@@ -29,7 +29,7 @@ class Change:
     name: str
     how: str
     record: Any
-    rows: tuple[tuple[Select, Select], ...]
+    rows: tuple[tuple[Select, Select] | None, ...]
     before: Any = None
     states: tuple[tuple[str, int], ...] = (("initial_state", 1),)
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from ejkernel.arithmetic import cdiv
 from ejkernel.ops.params import Direction
-from ejkernel_xla.fixed_tiles import TILE_ROWS, forward_in_tiles
+from ejkernel.planning.fixed_tiles import TILE_ROWS
+from ejkernel_xla.fixed_tiles import forward_in_tiles
 from ejkernel_xla.sizes import check_positive
 
 MAX_NUMBERS_PER_STEP = 2**20

@@ -12,7 +12,8 @@ from ejkernel.families.causal_convolution import (
 )
 from ejkernel.families.causal_convolution.final_states import final_states, output_contributions_of_states
 from ejkernel.families.causal_convolution.slot_states import forward_with_slot_states
-from ejkernel_xla.fixed_tiles import RowOrder, map_tiles
+from ejkernel.planning.fixed_tiles import map_tiles
+from ejkernel_xla.fixed_tiles import RowOrder
 
 
 @forward_with_slot_states

@@ -6,7 +6,7 @@ from typing import Any
 
 from ejkernel.families.cross_entropy import CrossEntropy, vocabulary
 from ejkernel.ops.params import Direction
-from ejkernel_xla.fixed_tiles import TILE_ROWS
+from ejkernel.planning.fixed_tiles import TILE_ROWS
 from ejkernel_xla.sizes import check_positive
 
 BLOCK_LOGITS = 2**26

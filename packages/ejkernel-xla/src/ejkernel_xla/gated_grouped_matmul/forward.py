@@ -6,7 +6,8 @@ import jax
 
 from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul, apply_gate, as_grouped_matmul, gathered_tokens
 from ejkernel.families.grouped_matmul import product_sum_dtype
-from ejkernel_xla.fixed_tiles import RowOrder, map_tiles
+from ejkernel.planning.fixed_tiles import map_tiles
+from ejkernel_xla.fixed_tiles import RowOrder
 from ejkernel_xla.grouped_matmul.config import batch_invariant, heuristic
 from ejkernel_xla.grouped_matmul.forward import forward as grouped
 

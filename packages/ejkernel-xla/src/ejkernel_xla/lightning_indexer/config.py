@@ -6,7 +6,7 @@ from typing import Any
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.lightning_indexer import LightningIndexer, num_keys
 from ejkernel.ops.params import Direction
-from ejkernel_xla.fixed_tiles import TILE_ROWS
+from ejkernel.planning.fixed_tiles import TILE_ROWS
 from ejkernel_xla.query_tiles import MAX_NUMBERS_PER_STEP
 from ejkernel_xla.sizes import check_positive
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.ops.params import Direction
-from ejkernel_xla.fixed_tiles import TILE_ROWS, symbolic_sizes_limit
+from ejkernel.planning.fixed_tiles import TILE_ROWS
+from ejkernel_xla.fixed_tiles import symbolic_sizes_limit
 from ejkernel_xla.sizes import check_positive
 
 CHUNK_LENGTHS = (32, 64, 128)

@@ -21,7 +21,8 @@ from ejkernel.families.linear_recurrence import (
     states,
 )
 from ejkernel.families.linear_recurrence.plain_states import forward_with_plain_states
-from ejkernel_xla.fixed_tiles import MIN_STEPS, fixed_loop, forward_in_tiles, pad_axis
+from ejkernel.planning.fixed_tiles import MIN_STEPS, fixed_loop, pad_axis
+from ejkernel_xla.fixed_tiles import forward_in_tiles
 from ejkernel_xla.linear_recurrence.config import RecurrenceChunk
 from ejkernel_xla.linear_recurrence.kernels.chunk import advance, precision
 from ejkernel_xla.linear_recurrence.kernels.chunking import (

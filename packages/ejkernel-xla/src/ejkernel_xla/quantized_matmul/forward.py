@@ -4,8 +4,9 @@ import jax
 from jax import lax
 
 from ejkernel.families.quantized_matmul import QuantizedMatmul, accumulator, apply_tensor_scale, dequantized_matrix
+from ejkernel.planning.fixed_tiles import map_tiles
 from ejkernel.planning.precision import product_precision
-from ejkernel_xla.fixed_tiles import RowOrder, map_tiles
+from ejkernel_xla.fixed_tiles import RowOrder
 
 
 def forward(record: QuantizedMatmul, config: RowOrder) -> tuple[jax.Array, tuple[()]]:

@@ -16,7 +16,8 @@ from ejkernel.families.recurrent_network import (
     stack_states,
     state_after_token,
 )
-from ejkernel_xla.fixed_tiles import TILE_ROWS, forward_in_tiles, scan_fixed
+from ejkernel.planning.fixed_tiles import TILE_ROWS, scan_fixed
+from ejkernel_xla.fixed_tiles import forward_in_tiles
 from ejkernel_xla.recurrent_network.config import TokenBlocks
 from ejkernel_xla.recurrent_network.kernels.blocks import Blocks
 from ejkernel_xla.recurrent_network.kernels.layer import (

@@ -6,7 +6,7 @@ from jax import lax
 
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.segment_pooling import SegmentPooling, accumulator, pool_bounds
-from ejkernel_xla.fixed_tiles import map_tiles, pad_axis
+from ejkernel.planning.fixed_tiles import map_tiles, pad_axis
 from ejkernel_xla.segment_pooling.config import TokenTiles, block_size, rows_per_step
 
 

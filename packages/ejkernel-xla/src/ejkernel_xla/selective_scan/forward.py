@@ -6,7 +6,8 @@ from jax import lax
 
 from ejkernel.families.selective_scan import FAMILY, ScanResiduals, SelectiveScan, accumulator, first_state
 from ejkernel.families.selective_scan.scan_sequences import forward_with_slot_states
-from ejkernel_xla.fixed_tiles import fixed_loop, forward_in_tiles
+from ejkernel.planning.fixed_tiles import fixed_loop
+from ejkernel_xla.fixed_tiles import forward_in_tiles
 from ejkernel_xla.selective_scan.config import ScanSteps
 from ejkernel_xla.selective_scan.kernels.chunk import advance, advance_token_by_token
 from ejkernel_xla.selective_scan.plan import (

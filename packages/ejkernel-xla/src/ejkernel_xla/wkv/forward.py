@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.wkv import FAMILY, WKV, State, accumulator, first_state, state_after_token
-from ejkernel_xla.fixed_tiles import forward_in_tiles, scan_fixed
+from ejkernel.planning.fixed_tiles import scan_fixed
+from ejkernel_xla.fixed_tiles import forward_in_tiles
 from ejkernel_xla.wkv.config import TokenLoop
 
 

@@ -1,5 +1,6 @@
 """DeepSeek sparse attention: the indexer, and latent attention to the tokens that it selects."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,7 @@ from ejkernel.modules.operations.shared.shapes import (
 )
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.invariant_rows import compute_rows, product_tile_rows
 from ejkernel.ops.model import Op
 from ejkernel.ops.nested import platform_of_nested_call
 from ejkernel.ops.operation import document_options, run_operation
@@ -203,6 +205,12 @@ def _absorb_key_weights(query: jax.Array, w_kc: jax.Array) -> jax.Array:
 
 def _multiply_by_kv_head_weights(einsum_spec: str, x: jax.Array, weights: jax.Array) -> jax.Array:
     """Returns the products of x [B, T, H, n] with the weights of its KV heads, [B, T, H, m] in x's dtype."""
+    multiply = functools.partial(_product_with_heads, einsum_spec)
+    tile_rows = product_tile_rows(x.shape[2] // weights.shape[1])
+    return compute_rows(multiply, (x,), (weights,), axes=2, tile_rows=tile_rows)
+
+
+def _product_with_heads(einsum_spec: str, x: jax.Array, weights: jax.Array) -> jax.Array:
     rows, tokens, heads, size = x.shape
     grouped = x.reshape(rows, tokens, weights.shape[1], heads // weights.shape[1], size)
     wide = jnp.promote_types(x.dtype, jnp.float32)

@@ -1,5 +1,6 @@
 """Decoding with multi-head latent attention: the query goes to the latent cache, not the cache to the heads."""
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,6 +27,7 @@ from ejkernel.modules.operations.shared.lse import WithLse, split_output_and_lse
 from ejkernel.modules.operations.shared.shapes import as_flag, as_number, as_window, check_dtype, check_shape
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.invariant_rows import compute_rows, product_tile_rows
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
@@ -158,12 +160,8 @@ def lower(args: MLADecodeArguments) -> TiledAttention:
     """Returns the tiled-attention record of a call: absorbed queries, and the cache as one KV head."""
     size = args.w_kc.shape[2]
     nope, rope = args.query[..., :size], args.query[..., size:]
-    wide = jnp.promote_types(nope.dtype, jnp.float32)
-    (batch, heads, _), kv_heads = nope.shape, args.w_kc.shape[1]
-    nope = nope.reshape(batch, kv_heads, heads // kv_heads, size)
-    exact: Any = {"precision": product_precision(nope.dtype), "preferred_element_type": wide}
-    absorbed = jnp.einsum("bghn,rgn->bghr", nope, args.w_kc, **exact).astype(rope.dtype)
-    query = jnp.concatenate([absorbed.reshape(batch, heads, absorbed.shape[-1]), rope], axis=-1)
+    absorbed = _multiply_by_kv_head_weights("bghn,rgn->bghr", nope, args.w_kc).astype(rope.dtype)
+    query = jnp.concatenate([absorbed, rope], axis=-1)
     cache = args.latent_cache
     both_caches = cache if args.rope_cache is None else jnp.concatenate([cache, args.rope_cache], axis=-1)
     lengths = args.lengths.astype(jnp.int32)[:, None]
@@ -189,14 +187,24 @@ def lower(args: MLADecodeArguments) -> TiledAttention:
 def finish(args: MLADecodeArguments, value: Any) -> Any:
     """Returns what the public function returns, from latent outputs [B, 1, H, R or R + Dr]."""
     output, lse = split_output_and_lse(args, value)
-    batch, _, heads, _ = output.shape
-    size, kv_heads, values = args.w_vc.shape
-    wide = jnp.promote_types(output.dtype, jnp.float32)
-    latent = output[..., :size].reshape(batch, kv_heads, output.shape[2] // kv_heads, size)
-    exact: Any = {"precision": product_precision(output.dtype), "preferred_element_type": wide}
-    expanded = jnp.einsum("bghr,rgv->bghv", latent, args.w_vc, **exact)
-    output = expanded.reshape(batch, heads, values).astype(args.query.dtype)
+    latent = output[:, 0, :, : args.w_vc.shape[0]]
+    output = _multiply_by_kv_head_weights("bghr,rgv->bghv", latent, args.w_vc).astype(args.query.dtype)
     return with_lse(args, output, None if lse is None else lse[:, :, 0])
+
+
+def _multiply_by_kv_head_weights(einsum_spec: str, x: jax.Array, weights: jax.Array) -> jax.Array:
+    """Returns the products of x [B, H, n] with the weights of its KV heads, [B, H, m] in the accumulator's dtype."""
+    multiply = functools.partial(_product_with_heads, einsum_spec)
+    return compute_rows(multiply, (x,), (weights,), tile_rows=product_tile_rows(x.shape[1] // weights.shape[1]))
+
+
+def _product_with_heads(einsum_spec: str, x: jax.Array, weights: jax.Array) -> jax.Array:
+    (batch, heads, size), kv_heads = x.shape, weights.shape[1]
+    grouped = x.reshape(batch, kv_heads, heads // kv_heads, size)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    exact: Any = {"precision": product_precision(x.dtype), "preferred_element_type": wide}
+    product = jnp.einsum(einsum_spec, grouped, weights, **exact)
+    return product.reshape(batch, heads, product.shape[-1])
 
 
 def reference(args: MLADecodeArguments) -> Any:

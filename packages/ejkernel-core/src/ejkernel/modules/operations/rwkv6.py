@@ -1,6 +1,7 @@
 """RWKV-6 (Finch): a gated linear recurrence whose current token has a separate weight, the bonus."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -19,7 +20,9 @@ from ejkernel.modules.operations.configs import RWKV6Config
 from ejkernel.modules.operations.shared import plain_recurrence, rwkv
 from ejkernel.modules.operations.shared.recurrences import check_floating
 from ejkernel.ops.argument_records import ArgumentRecord
+from ejkernel.ops.batch_invariance import is_batch_invariant
 from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.invariant_rows import compute_rows
 from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.planning import packing
 
@@ -110,6 +113,8 @@ def validate(args: RWKV6Arguments) -> None:
 def lower(args: RWKV6Arguments) -> LinearRecurrence:
     """Returns the family's record of a call: each token reads, after its write, for the token that follows it."""
     record = _as_gated_linear_record(args)
+    if _reads_alone(args):
+        return _with_reading_tokens(record)
     following = jnp.pad(record.query[:, 1:], ((0, 0), (0, 1), (0, 0), (0, 0)))
     if record.cu_seqlens is not None:
         ids, _ = packing.packed_ids(record.cu_seqlens, record.query.shape[1])
@@ -122,10 +127,33 @@ def finish(args: RWKV6Arguments, output: tuple[jax.Array, jax.Array]) -> Any:
     """Returns the public result: what was read for each token, and the token's own term."""
     record = _as_gated_linear_record(args)
     if record.query.size:
-        read = jnp.pad(output[0][:, :-1], ((0, 0), (1, 0), (0, 0), (0, 0))).astype(accumulator(record))
-        read = _with_bonus(record, args.u, _with_reads_of_first_tokens(record, read))
-        output = read.astype(record.query.dtype), output[1]
+        if _reads_alone(args):
+            read = output[0][:, ::2].astype(accumulator(record))
+        else:
+            read = jnp.pad(output[0][:, :-1], ((0, 0), (1, 0), (0, 0), (0, 0))).astype(accumulator(record))
+            read = _with_reads_of_first_tokens(record, read)
+        output = _with_bonus(record, args.u, read).astype(record.query.dtype), output[1]
     return rwkv.finish(args, output)
+
+
+def _reads_alone(args: RWKV6Arguments) -> bool:
+    """Returns whether each token is two in the record: in a `batch_invariant` block, the first token of a call reads
+    its initial state by the same program as the tokens after it.
+    """
+    return is_batch_invariant() and args.cu_seqlens is None
+
+
+def _with_reading_tokens(record: LinearRecurrence) -> LinearRecurrence:
+    """Returns the record with a token before each that reads, writes nothing and does not decay; the others do not
+    read.
+    """
+
+    def interleave(first: jax.Array, second: jax.Array) -> jax.Array:
+        return jnp.stack([first, second], axis=2).reshape(first.shape[0], -1, *first.shape[2:])
+
+    tokens = {name: getattr(record, name) for name in ("key", "value", "decay")}
+    writes = {name: None if x is None else interleave(jnp.zeros_like(x), x) for name, x in tokens.items()}
+    return dataclasses.replace(record, query=interleave(record.query, jnp.zeros_like(record.query)), **writes)
 
 
 def _as_gated_linear_record(args: RWKV6Arguments) -> LinearRecurrence:
@@ -163,8 +191,15 @@ def _with_bonus(record: LinearRecurrence, u: jax.Array, reads: jax.Array) -> jax
         query, key, value, reads = (jnp.where(real, x, 0) for x in (query, key, value, reads))
     shared = num_state_heads(record) // key.shape[2]
     key, value = (jnp.repeat(x, shared, axis=2) for x in (key, value))
+    add = functools.partial(_add_bonus, softmax_scale=record.softmax_scale)
+    return compute_rows(add, (reads, query, key, value), (u.astype(reads.dtype),), axes=2)
+
+
+def _add_bonus(
+    reads: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array, u: jax.Array, softmax_scale: float
+) -> jax.Array:
     highest = jax.lax.Precision.HIGHEST
-    weight = record.softmax_scale * jnp.einsum("bthk,bthk->bth", query * u.astype(reads.dtype), key, precision=highest)
+    weight = softmax_scale * jnp.einsum("bthk,bthk->bth", query * u, key, precision=highest)
     return reads + weight[..., None] * value
 
 

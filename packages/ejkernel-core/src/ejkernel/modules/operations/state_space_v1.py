@@ -24,6 +24,7 @@ from ejkernel.modules.operations.shared.shapes import (
 from ejkernel.modules.operations.shared.step_sizes import as_step_size_limits, check_step_size_bias, step_sizes
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.invariant_rows import compute_rows
 from ejkernel.ops.model import Op, tolerances
 from ejkernel.ops.operation import document_options, run_operation
 
@@ -170,10 +171,19 @@ def finish(args: StateSpaceV1Arguments, output: tuple[jax.Array, jax.Array]) -> 
     """Returns what the public function returns."""
     y, state = output
     if args.gate is not None:
-        act_fn = jax.nn.silu if args.act_fn is None else args.act_fn
-        wide = jnp.promote_types(y.dtype, jnp.float32)
-        y = (y.astype(wide) * act_fn(args.gate.astype(wide))).astype(y.dtype)
+        gate = args.gate.astype(jnp.promote_types(y.dtype, jnp.float32))
+        # The caller's function may read traced arrays, so it gets the whole array.
+        gated = _gated if args.act_fn is None else _multiplied
+        y = compute_rows(gated, (y, gate if args.act_fn is None else args.act_fn(gate)), axes=2)
     return y, state, args.conv_state
+
+
+def _gated(y: jax.Array, gate: jax.Array) -> jax.Array:
+    return _multiplied(y, jax.nn.silu(gate))
+
+
+def _multiplied(y: jax.Array, factor: jax.Array) -> jax.Array:
+    return (y.astype(jnp.promote_types(y.dtype, jnp.float32)) * factor).astype(y.dtype)
 
 
 class StateSpaceV1(Kernel[StateSpaceV1Config, tuple[Array, Array, Any]]):

@@ -1,7 +1,8 @@
 """The Mamba-2 state space layer: one decay per head, inputs and outputs shared by groups of heads."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,7 @@ from ejkernel.modules.operations.shared.shapes import (
 from ejkernel.modules.operations.shared.step_sizes import as_step_size_limits, check_step_size_bias, step_sizes
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.invariant_rows import compute_rows
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import document_options, run_operation
 
@@ -243,22 +245,50 @@ def _state_fields(args: StateSpaceV2Arguments) -> dict[str, Any]:
 def finish(args: StateSpaceV2Arguments, output: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, Any]:
     """Returns the public results: with the skip connection, the normalisation and the gate."""
     read, state = output
-    y = to_float32_or_wider(read)
-    rows, tokens, heads, size = y.shape
-    y = y.reshape(rows, tokens, heads * size)
-    if args.use_gated_rmsnorm and args.norm_before_gate:
-        y = _group_rms_normalised(y, args)
-    if args.gate is not None:
-        y = y * (args.act_fn or jax.nn.silu)(to_float32_or_wider(args.gate))
-    if args.use_gated_rmsnorm and not args.norm_before_gate:
-        y = _group_rms_normalised(y, args)
+    function = _NormAndGate(
+        norm=None if not args.use_gated_rmsnorm else "before" if args.norm_before_gate else "after",
+        group_size=args.norm_group_size,
+        epsilon=args.rmsnorm_eps,
+        activates_gate=args.act_fn is None,
+    )
+    gate = None if args.gate is None else to_float32_or_wider(args.gate)
+    if gate is not None and args.act_fn is not None:
+        gate = args.act_fn(gate)  # it may read traced arrays, so it gets the whole array
+    y = compute_rows(function, (read,) if gate is None else (read, gate), axes=2)
     return y.astype(args.x.dtype), state, args.conv_state
 
 
-def _group_rms_normalised(y: jax.Array, args: StateSpaceV2Arguments) -> jax.Array:
-    """Returns y [B, T, channels] over the root mean square of each group of channels."""
-    groups = y.reshape(*y.shape[:2], -1, args.norm_group_size or y.shape[2])
-    return (groups * lax.rsqrt(jnp.mean(groups**2, axis=-1, keepdims=True) + args.rmsnorm_eps)).reshape(y.shape)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _NormAndGate:
+    """What a layer does to the output of the recurrence, for any rows and tokens.
+
+    Attributes:
+        norm: Whether the norm comes before or after the gate; None for no norm.
+        group_size: Channels of a group of the norm; None for one group of all.
+        epsilon: Added to mean squares.
+        activates_gate: Whether the gate still has to go through its activation.
+    """
+
+    norm: Literal["before", "after"] | None
+    group_size: int | None
+    epsilon: float
+    activates_gate: bool
+
+    def __call__(self, read: jax.Array, gate: jax.Array | None = None) -> jax.Array:
+        """Returns read [B, T, H, P] as normalised and gated [B, T, H*P]."""
+        y = to_float32_or_wider(read)
+        rows, tokens, heads, size = y.shape
+        y = y.reshape(rows, tokens, heads * size)
+        if self.norm == "before":
+            y = self._normalised(y)
+        if gate is not None:
+            y = y * (jax.nn.silu(gate) if self.activates_gate else gate)
+        return self._normalised(y) if self.norm == "after" else y
+
+    def _normalised(self, y: jax.Array) -> jax.Array:
+        """Returns y [B, T, channels] over the root mean square of each group of channels."""
+        groups = y.reshape(*y.shape[:2], -1, self.group_size or y.shape[2])
+        return (groups * lax.rsqrt(jnp.mean(groups**2, axis=-1, keepdims=True) + self.epsilon)).reshape(y.shape)
 
 
 def axes_of(args: StateSpaceV2Arguments) -> dict[str, Any]:

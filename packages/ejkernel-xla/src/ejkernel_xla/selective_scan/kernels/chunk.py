@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.planning.fixed_tiles import scan_fixed
 from ejkernel.planning.precision import product_precision
-from ejkernel_xla.fixed_tiles import scan_fixed
 
 
 class ChunkTokens(NamedTuple):

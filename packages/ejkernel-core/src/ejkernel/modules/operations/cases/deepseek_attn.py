@@ -8,7 +8,13 @@ import jax.numpy as jnp
 from ejkernel.modules.operations.cases import flash_mla, lightning_indexer
 from ejkernel.modules.operations.cases.flash_mla import LatentSizes
 from ejkernel.modules.operations.cases.lightning_indexer import IndexerSizes
-from ejkernel.modules.operations.cases.tables import Row, fill_arguments, make_cases_of_rows, normal_like
+from ejkernel.modules.operations.cases.tables import (
+    ROW_FUNCTIONS_TAG,
+    Row,
+    fill_arguments,
+    make_cases_of_rows,
+    normal_like,
+)
 from ejkernel.ops.model import Case
 
 _MODEL_SIZES = LatentSizes(t=8192, h=128, g=128, r=512, n=128, rope=64, v=128, dtype=jnp.bfloat16)
@@ -32,6 +38,13 @@ _CASE_TABLE: tuple[Row[LatentSizes], ...] = (
     ("fewer tokens than selected", LatentSizes(t=5, g=1), lambda k: {"index_topk": 8}, (), ("awkward",)),
     ("model", _MODEL_SIZES, lambda k: {"index_topk": 2048}, (), ("bench",)),
     ("small model", _SMALL_MODEL_SIZES, lambda k: {"index_topk": 128}, (), ("bench_cpu",)),
+    (
+        "long heads",
+        LatentSizes(b=3, t=9, h=4, g=2, r=64, n=64, rope=16, v=32),
+        lambda k: {"index_topk": 6},
+        (),
+        (ROW_FUNCTIONS_TAG,),
+    ),
 )
 
 

@@ -17,6 +17,7 @@ from ejkernel.modules.operations.cases.recurrence import (
     normal,
     states_in_slots,
 )
+from ejkernel.modules.operations.cases.tables import ROW_FUNCTIONS_TAG
 from ejkernel.ops.model import Case
 
 NUM_SLOTS = 6
@@ -109,6 +110,13 @@ _SMALL_MODEL_ROW: Row = (
     (),
     ("bench_cpu",),
 )
+_LONG_HEADS_ROW: Row = (
+    "norms of long heads",
+    RecurrenceSizes(b=3, t=9, h=2, g=2, k=64, v=16),
+    gate_maker("beta", "decay", "initial_state", return_state=True),
+    (),
+    (ROW_FUNCTIONS_TAG,),
+)
 _KERNEL_DELTA_ROWS: tuple[Row, ...] = (
     ("no decay", RecurrenceSizes(t=7, g=1, k=6, v=10), gate_maker("beta"), ("beta",), ("awkward",)),
     ("keys as they are", RecurrenceSizes(), _weak_correction_inputs, ("beta",), ()),
@@ -118,6 +126,7 @@ _KERNEL_DELTA_ROWS: tuple[Row, ...] = (
     _PACKED_ROW,
     _MODEL_ROW,
     _SMALL_MODEL_ROW,
+    _LONG_HEADS_ROW,
 )
 _GATED_DELTA_ROWS: tuple[Row, ...] = (
     (
@@ -140,6 +149,7 @@ _GATED_DELTA_ROWS: tuple[Row, ...] = (
     _SHARED_KEYS_ROW,
     _MODEL_ROW,
     _SMALL_MODEL_ROW,
+    _LONG_HEADS_ROW,
 )
 
 

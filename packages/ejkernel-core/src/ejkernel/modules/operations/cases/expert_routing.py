@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.cases.tables import fill_arguments, normal_like, tagged_case
+from ejkernel.modules.operations.cases.tables import ROW_FUNCTIONS_TAG, fill_arguments, normal_like, tagged_case
 from ejkernel.ops.model import Case
 
 # name, tokens, experts, experts per token, dtype, how far logits are rounded, tags
@@ -26,6 +26,10 @@ def cases(record_type: type) -> tuple[Case, ...]:
     return (
         *(_make_case(record_type, row) for row in _CASE_TABLE),
         *(_scored_case(record_type, *row) for row in _SCORED_CASE_OPTIONS.items()),
+        *(
+            _scored_case(record_type, f"{name}, many experts", options, 128, (ROW_FUNCTIONS_TAG,))
+            for name, options in _SCORED_CASE_OPTIONS.items()
+        ),
     )
 
 
@@ -41,14 +45,16 @@ _SCORED_CASE_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def _scored_case(record_type: type, name: str, options: dict[str, Any]) -> Case:
+def _scored_case(
+    record_type: type, name: str, options: dict[str, Any], experts: int = 16, tags: tuple[str, ...] = ()
+) -> Case:
     """Returns a call that returns weights."""
 
     def make(key: jax.Array) -> Any:
-        bias = jnp.linspace(-0.5, 0.5, 16) if "n_groups" in options else None
-        return record_type(logits=jax.random.normal(key, (21, 16)), selection_bias=bias, top_k=3, **options)
+        bias = jnp.linspace(-0.5, 0.5, experts) if "n_groups" in options else None
+        return record_type(logits=jax.random.normal(key, (21, experts)), selection_bias=bias, top_k=3, **options)
 
-    return tagged_case(name, make, (), ())
+    return tagged_case(name, make, (), tags)
 
 
 def _make_case(record_type: type, row: _Row) -> Case:

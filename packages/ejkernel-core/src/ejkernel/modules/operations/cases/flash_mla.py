@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.modules.operations.cases.tables import (
+    ROW_FUNCTIONS_TAG,
     Row,
     even_cu_seqlens,
     fill_arguments,
@@ -127,6 +128,13 @@ _CASE_TABLE: tuple[Row[LatentSizes], ...] = (
         lambda k: {"causal": True},
         (),
         ("bench_cpu",),
+    ),
+    (
+        "long heads",
+        LatentSizes(b=3, t=9, h=4, g=2, r=64, n=64, rope=16, v=32),
+        lambda k: {"causal": True},
+        (),
+        (ROW_FUNCTIONS_TAG,),
     ),
 )
 

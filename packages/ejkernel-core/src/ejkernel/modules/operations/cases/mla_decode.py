@@ -7,7 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.cases.tables import Row, fill_arguments, make_cases_of_rows, normal_like
+from ejkernel.modules.operations.cases.tables import (
+    ROW_FUNCTIONS_TAG,
+    Row,
+    fill_arguments,
+    make_cases_of_rows,
+    normal_like,
+)
 from ejkernel.ops.model import Case
 
 
@@ -83,6 +89,13 @@ _CASE_TABLE: tuple[Row[DecodeSizes], ...] = (
         lambda k: {},
         (),
         ("bench_cpu",),
+    ),
+    (
+        "long heads",
+        DecodeSizes(s=40, h=4, g=2, r=64, n=64, rope=16, v=32, lengths=(40, 0, 20)),
+        lambda k: {},
+        (),
+        (ROW_FUNCTIONS_TAG,),
     ),
 )
 

@@ -9,7 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.modules.operations.cases.recurrence import log_gate, normal, packed_cu_seqlens, states_in_slots
-from ejkernel.modules.operations.cases.tables import even_cu_seqlens, fill_arguments, normal_like, tagged_case
+from ejkernel.modules.operations.cases.tables import (
+    ROW_FUNCTIONS_TAG,
+    even_cu_seqlens,
+    fill_arguments,
+    normal_like,
+    tagged_case,
+)
 from ejkernel.ops.model import Case
 
 
@@ -84,6 +90,18 @@ _CASE_SPECS = (
     ),
     CaseSpec(name="model", tags=("bench",), b=1, t=4096, h=16, g=16, k=64, v=64),
     CaseSpec(name="small model", tags=("bench_cpu",), b=1, t=512, h=4, g=4, k=64, v=64),
+    CaseSpec(
+        name="long heads",
+        tags=(ROW_FUNCTIONS_TAG,),
+        b=3,
+        t=9,
+        h=2,
+        g=2,
+        k=64,
+        v=16,
+        has_initial_state=True,
+        options=_RETURN_STATE,
+    ),
 )
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.modules.operations.cases.recurrence import normal, states_in_slots
-from ejkernel.modules.operations.cases.tables import tagged_case
+from ejkernel.modules.operations.cases.tables import ROW_FUNCTIONS_TAG, tagged_case
 from ejkernel.ops.model import Case
 
 
@@ -85,6 +85,14 @@ _CASE_TABLE: tuple[Row, ...] = (
     ("bfloat16", StateSpaceSizes(dtype=jnp.bfloat16), ("gate",), {}, ("decay",), ()),
     ("model", StateSpaceSizes(b=1, t=4096, h=24, g=1, p=64, e=128), (), {}, (), ("bench",)),
     ("small model", StateSpaceSizes(b=1, t=512, h=8, g=1, p=64, e=64), (), {}, (), ("bench_cpu",)),
+    (
+        "raw steps, long norms",
+        StateSpaceSizes(b=3, t=9, p=32),
+        ("gate", "dt_bias", "initial_state", "conv_state"),
+        {"use_gated_rmsnorm": True, "dt_softplus": True},
+        (),
+        (ROW_FUNCTIONS_TAG,),
+    ),
 )
 
 

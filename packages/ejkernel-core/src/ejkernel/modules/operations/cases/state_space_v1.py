@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.modules.operations.cases.recurrence import states_in_slots
-from ejkernel.modules.operations.cases.tables import even_cu_seqlens, fill_arguments, tagged_case
+from ejkernel.modules.operations.cases.tables import ROW_FUNCTIONS_TAG, even_cu_seqlens, fill_arguments, tagged_case
 from ejkernel.ops.model import Case
 
 # name, (rows, tokens, channels, numbers per state), optional arguments, dtype, record fields it is about, further tags
@@ -25,6 +25,14 @@ _CASE_TABLE: tuple[Row, ...] = (
     ("bfloat16", (2, 129, 32, 16), ("gate",), jnp.bfloat16, (), ()),
     ("model", (1, 2048, 4096, 16), ("gate",), jnp.bfloat16, (), ("bench",)),
     ("small model", (1, 256, 512, 16), ("gate",), jnp.float32, (), ("bench_cpu",)),
+    (
+        "raw steps, gated",
+        (3, 17, 24, 8),
+        ("gate", "dt_bias", "initial_state", "conv_state"),
+        jnp.float32,
+        (),
+        (ROW_FUNCTIONS_TAG,),
+    ),
 )
 
 

@@ -42,9 +42,15 @@ def make_cases_of_rows(
     )
 
 
+ROW_FUNCTIONS_TAG = "row functions"
+"""The tag of cases with long rows, of calls that compute rows outside of their kernel, too. They run in
+`batch_invariant` blocks alone.
+"""
+
+
 def tagged_case(name: str, make: Callable[[jax.Array], Any], exercises: Iterable[str], tags: Iterable[str]) -> Case:
-    """Returns a case that CI runs, unless it is there to be timed."""
-    everywhere = () if {"bench", "bench_cpu"} & set(tags) else ("ci",)
+    """Returns a case that CI runs, unless it is there to be timed, or for `batch_invariant` blocks alone."""
+    everywhere = () if {"bench", "bench_cpu", ROW_FUNCTIONS_TAG} & set(tags) else ("ci",)
     return Case(name=name, make=make, tags=frozenset((*everywhere, *tags)), exercises=frozenset(exercises))
 
 

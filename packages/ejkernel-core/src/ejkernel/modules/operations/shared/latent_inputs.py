@@ -15,6 +15,7 @@ from ejkernel.modules.operations.shared.shapes import (
     check_same_dtype,
     check_shape,
 )
+from ejkernel.ops.invariant_rows import compute_rows, product_tile_rows
 from ejkernel.planning.precision import product_precision
 
 Record = TypeVar("Record")
@@ -101,6 +102,10 @@ def check_self_attention_sizes(args: Any) -> dict[str, int]:
 
 def project_latent(latent: jax.Array, weights: jax.Array) -> jax.Array:
     """Returns latent vectors [B, T, R] read out by weights [R, Hk, n]: [B, T, Hk, n] in their dtype."""
+    return compute_rows(_product_with_latent, (latent,), (weights,), axes=2, tile_rows=product_tile_rows(1))
+
+
+def _product_with_latent(latent: jax.Array, weights: jax.Array) -> jax.Array:
     accumulator_dtype = jnp.promote_types(latent.dtype, jnp.float32)
     product = jnp.einsum(
         "btr,rgn->btgn",

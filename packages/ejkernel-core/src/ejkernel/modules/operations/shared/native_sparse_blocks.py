@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.segment_pooling import chunk_ranges
 from ejkernel.modules.operations.shared.key_ranges import find_sequences_of_queries
+from ejkernel.ops.invariant_rows import compute_rows
 from ejkernel.planning import packing
 
 
@@ -108,8 +109,12 @@ def block_means(blocks: KeyBlocks, x: jax.Array) -> jax.Array:
             counts = jnp.minimum(keys - jnp.arange(count, dtype=jnp.int32) * blocks.size, blocks.size)[None]
         else:
             counts = jnp.sum(_ids_by_block(blocks) >= 0, axis=2, dtype=jnp.int32)
-    counts = jnp.maximum(counts, 1)[..., None, None].astype(wide)
-    return (jnp.sum(parts, axis=2, dtype=wide) / counts).astype(x.dtype)
+    counts = jnp.broadcast_to(jnp.maximum(counts, 1).astype(wide), parts.shape[:2])
+    return compute_rows(_mean_of_parts, (parts, counts), axes=2)
+
+
+def _mean_of_parts(parts: jax.Array, counts: jax.Array) -> jax.Array:
+    return (jnp.sum(parts, axis=2, dtype=counts.dtype) / counts[..., None, None]).astype(parts.dtype)
 
 
 def complete_block_ids(blocks: KeyBlocks) -> jax.Array | None:

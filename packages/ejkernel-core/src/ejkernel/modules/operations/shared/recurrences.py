@@ -1,5 +1,6 @@
 """The shared code of the linear recurrence operations: checks of arguments, canonical gates, reversal."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,8 @@ from ejkernel.modules.operations.shared.shapes import (
     check_same_dtype,
     check_shape,
 )
+from ejkernel.ops.batch_invariance import is_batch_invariant
+from ejkernel.ops.invariant_rows import compute_rows_in_tiles
 from ejkernel.ops.model import Op, tolerances
 from ejkernel.promotion import with_standard_promotion
 from ejkernel.types.forward_mode import reverse_rule
@@ -231,13 +234,13 @@ def with_channel_axis(gate: jax.Array, heads: jax.Array) -> jax.Array:
 
 def l2_normalised(x: jax.Array) -> jax.Array:
     """Returns x over its length along the last axis, `x * rsqrt(sum x^2 + 1e-6)`, in its dtype."""
-    return _normalise(to_float32_or_wider(x)).astype(x.dtype)
+    return _normalise(is_batch_invariant(), to_float32_or_wider(x)).astype(x.dtype)
 
 
 @reverse_rule
-@jax.custom_vjp
-def _normalise(x: jax.Array) -> jax.Array:
-    return x * _inverse_norm(x)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _normalise(fixed: bool, x: jax.Array) -> jax.Array:
+    return compute_rows_in_tiles(lambda x: x * _inverse_norm(x), (x,), axes=x.ndim - 1, fixed=fixed)
 
 
 def _inverse_norm(x: jax.Array) -> jax.Array:
@@ -245,7 +248,7 @@ def _inverse_norm(x: jax.Array) -> jax.Array:
 
 
 @with_standard_promotion
-def _normalised_gradient(x: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
+def _normalised_gradient(fixed: bool, x: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
     """Computes the gradient by hand, because XLA's CPU backend computes the sum of products of two arrays fast only as
     a matrix product, and because a vector whose cotangent is zero has a gradient of zero, whatever it holds: tokens
     that no sequence has may be NaN.
@@ -256,8 +259,13 @@ def _normalised_gradient(x: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]
     return (jnp.where(jnp.any(cotangent != 0, axis=-1, keepdims=True), gradient, 0),)
 
 
-# Written out in the forward rule, which forward-mode derivatives of gradients go through.
-_normalise.defvjp(with_standard_promotion(lambda x: (x * _inverse_norm(x), x)), _normalised_gradient)
+@with_standard_promotion
+def _normalise_and_keep(fixed: bool, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    # Without the rule of `_normalise`: forward-mode derivatives of gradients go through this function.
+    return compute_rows_in_tiles(lambda x: x * _inverse_norm(x), (x,), axes=x.ndim - 1, fixed=fixed), x
+
+
+_normalise.defvjp(_normalise_and_keep, _normalised_gradient)
 
 
 def to_float32_or_wider(x: jax.Array) -> jax.Array:

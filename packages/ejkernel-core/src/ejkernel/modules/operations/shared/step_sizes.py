@@ -1,5 +1,6 @@
 """The step sizes of state space layers: a bias, a softplus and limits, which `state_space_v1` and `_v2` apply."""
 
+import functools
 import math
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 
 from ejkernel.modules.operations.shared.recurrences import check_floating, to_float32_or_wider
 from ejkernel.modules.operations.shared.shapes import got
+from ejkernel.ops.invariant_rows import compute_rows
 
 
 def as_step_size_limits(limits: Any) -> tuple[float, float] | None:
@@ -54,8 +56,15 @@ def step_sizes(args: Any) -> jax.Array:
         token = jnp.arange(dt.shape[1])
         real = (token >= args.cu_seqlens[0]) & (token < args.cu_seqlens[-1])
         dt = jnp.where(real[None, :, None], dt, 0)
-    if args.dt_bias is not None:
-        dt = dt + args.dt_bias.astype(dt.dtype)
-    if args.dt_softplus:
+    bias = () if args.dt_bias is None else (args.dt_bias.astype(dt.dtype),)
+    transform = functools.partial(_biased_and_limited, has_softplus=args.dt_softplus, limits=args.dt_limit)
+    return compute_rows(transform, (dt,), bias, axes=2)
+
+
+def _biased_and_limited(
+    dt: jax.Array, *bias: jax.Array, has_softplus: bool, limits: tuple[float, float] | None
+) -> jax.Array:
+    dt = dt + bias[0] if bias else dt
+    if has_softplus:
         dt = jax.nn.softplus(dt)
-    return dt if args.dt_limit is None else jnp.clip(dt, *args.dt_limit)
+    return dt if limits is None else jnp.clip(dt, *limits)

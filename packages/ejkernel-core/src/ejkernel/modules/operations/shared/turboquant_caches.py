@@ -1,5 +1,6 @@
 """The arguments that the operations over TurboQuant caches share: pages of codes, signs and norms, and four tables."""
 
+import functools
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.modules.operations.shared.paged_arguments import check_head_groups
 from ejkernel.modules.operations.shared.paged_terms import score_fields
 from ejkernel.modules.operations.shared.shapes import as_count, check_dtype, check_not_empty, check_shape
+from ejkernel.ops.invariant_rows import compute_rows
 from ejkernel.planning import turboquant
 from ejkernel.quantization.turboquant import bits_of_codes
 
@@ -108,15 +110,22 @@ def cache_fields(args: Any) -> dict[str, Any]:
 def new_token_fields(args: Any) -> dict[str, Any]:
     """Returns the fields of a paged-attention record that the codes of new keys and values give."""
     key_bits, value_bits = code_bits(args)
-    keys = turboquant.encode_keys(args.keys, args.rotation_matrix, args.key_codebook, args.qjl_projection, key_bits)
-    values = turboquant.encode_vectors(args.values, args.rotation_matrix, args.value_codebook, value_bits)
+    tables = args.rotation_matrix, args.key_codebook, args.qjl_projection
+    keys = compute_rows(functools.partial(turboquant.encode_keys, bits=key_bits), (args.keys,), tables, axes=2)
+    tables = args.rotation_matrix, args.value_codebook
+    codes, norms = compute_rows(functools.partial(_encode_values, bits=value_bits), (args.values,), tables, axes=2)
     return {
         "new_keys": keys.codes,
         "new_key_signs": keys.signs if args.qjl_dim else None,
         "new_key_norms": keys.norms,
-        "new_values": values.codes,
-        "new_value_norms": values.norms,
+        "new_values": codes,
+        "new_value_norms": norms,
     }
+
+
+def _encode_values(x: jax.Array, rotation: jax.Array, codebook: jax.Array, bits: int) -> tuple[jax.Array, jax.Array]:
+    encoded = turboquant.encode_vectors(x, rotation, codebook, bits)
+    return encoded.codes, encoded.norms
 
 
 def returned_pages(args: Any, written: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
