@@ -38,6 +38,16 @@ def test_decoding_compiles_for_every_chip(lies, name):
     assert "tpu_custom_call" in made.as_text()
 
 
+@pytest.mark.parametrize(("lies", "name"), on_chips(("v2", "v2, decoding", "v3, 8 bits")))
+def test_equal_products_compile_for_every_chip(lies, name):
+    """The kernel of `batch_invariant` blocks."""
+
+    def attend_in_block(record):
+        return forward(record, config.batch_invariant(record, current_device(), "forward"))[0]
+
+    assert "tpu_custom_call" in compiled(attend_in_block, (layout(lies),), name).as_text()
+
+
 @pytest.mark.parametrize("options", [{}, {"shared_prefix": 512}])
 def test_a_donated_cache_stays_where_it_is(options):
     """A model's cache: the program keeps none of its own, its output is its input, and a prefix is read as it lies."""

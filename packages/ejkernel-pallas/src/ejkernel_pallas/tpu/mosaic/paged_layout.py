@@ -6,6 +6,7 @@ together. Elements of less than 32 bits share words with those of the next rows,
 """
 
 import dataclasses
+import math
 
 import jax
 
@@ -231,3 +232,19 @@ def make_cache_layout(record: PagedAttention) -> CacheLayout:
         elements_per_row=size,
         num_lane_groups=cdiv(size, LANES),
     )
+
+
+def product_head_dims(record: PagedAttention, cache: CacheLayout) -> tuple[int, int]:
+    """Returns the columns of keys and of values, as the kernel multiplies them."""
+    if cache.codes is not None:
+        return cache.codes.query_columns, cache.codes.values.count
+    if cache.key_and_value_share_lanes:
+        return cache.elements_per_row + cache.rotary_dim, cache.elements_per_row
+    value_dim = record.latent[1] if record.latent else paged_cache.value_head_dim(record)
+    return cache.elements_per_row + cache.rotary_dim if cache.is_latent else record.query.shape[-1], value_dim
+
+
+def whole_page_block_keys(key_multiple: int, keys: int) -> int:
+    """Returns a number of keys that is whole pages and whole lanes, and at least the requested one where possible."""
+    step = math.lcm(key_multiple, LANES)
+    return max(1, cdiv(keys, step)) * step

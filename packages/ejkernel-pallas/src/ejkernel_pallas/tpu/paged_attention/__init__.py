@@ -211,12 +211,14 @@ def implementations() -> tuple[Implementation, ...]:
     return (
         make_mosaic_tpu_implementation(
             FAMILY,
-            ConfigSpace.of(config, forward=config.TpuPaged),
+            ConfigSpace.of(config, forward=config.TpuPaged, fixed_if_invariant=("product_rows", "product_keys")),
             tpu_requires(
                 head_dims=range(1, 1025), supported_fields=SUPPORTED_OPTIONAL_FIELDS, refusal_reasons=refusal_reasons
             ),
             backward=False,
             only=SUPPORTED_OPERATIONS,
+            invariant_to=frozenset({"batch", "padding", "chunking", "pages"}),
+            invariance_limits=config.invariance_limits,
             cases="ejkernel_pallas.tpu.paged_attention.cases:cases",
         ),
     )

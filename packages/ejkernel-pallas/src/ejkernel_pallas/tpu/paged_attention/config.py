@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.arithmetic import cdiv
@@ -31,11 +32,16 @@ class TpuPaged:
         block_q: Query rows of one sequence per tile.
         block_kv: Keys per tile.
         parts: Shares of the work, one per core of a chip whose cores are one device.
+        product_rows: Query rows per product, in a `batch_invariant` block, where all products of all calls have the
+            same sizes; 0 elsewhere.
+        product_keys: Keys per product, likewise.
     """
 
     block_q: int
     block_kv: int
     parts: int = 1
+    product_rows: int = 0
+    product_keys: int = 0
 
 
 PUBLIC_FIELDS = {"q_blocksize": "block_q", "kv_blocksize": "block_kv", "block_k": "block_kv", "seq_blocksize": "parts"}
@@ -64,19 +70,74 @@ MAX_TILE_ROWS, MAX_TILE_ELEMENTS = 1024, 2**20
 """The largest number of query rows per KV head in a tile, and of 16-bit elements of its rows over all heads."""
 
 
+INVARIANT_PRODUCT_ROWS, INVARIANT_PRODUCT_KEYS = 64, 512
+"""Query rows and keys per product in a `batch_invariant` block: decoding has the products of prompts, in which most of
+its rows are padding. docs/lab/batch_invariance.md has the estimates.
+"""
+
+MIN_PRODUCT_ROWS = 16
+"""The fewest query rows per product: those of one copy."""
+
+MAX_INVARIANT_BLOCK_KEYS = 2**12
+"""The most keys of a block of whole pages and whole products, in a `batch_invariant` block."""
+
 MAX_ARRAYS_BY_ROW = 3
 """The largest number of arrays with 128 lanes per row and KV head that half as many rows as usual fit into VMEM."""
 
 
 def tile_sizes_of(config: TpuPaged) -> PagedTiles:
     """Returns the tile sizes of a configuration."""
-    return PagedTiles(queries=config.block_q, keys=config.block_kv, parts=config.parts)
+    return PagedTiles(config.block_q, config.block_kv, config.parts, config.product_rows, config.product_keys)
 
 
 def heuristic(record: PagedAttention, device: Any, direction: Any) -> TpuPaged:
     """Returns the default tile sizes for a record on a device, from the static profile."""
     parts = 2 if device.kind in TWO_CORE_DEVICE_KINDS else 1
     return TpuPaged(block_q=default_tile_tokens(record), block_kv=_default_block_keys(record, device.kind), parts=parts)
+
+
+def batch_invariant(record: PagedAttention, device: Any, direction: Any) -> TpuPaged:
+    """Returns the tile sizes of a call in a `batch_invariant` block.
+
+    Tiles follow the call, since no sum depends on them: a tile of any number of tokens, with blocks of any number of
+    keys, has products of the same numbers of rows and keys, which begin at the same keys of a sequence. Neither number
+    depends on the batch.
+    """
+    keys = INVARIANT_PRODUCT_KEYS
+    while keys > LANES and keys * _token_vmem_bytes(record) > DEFAULT_BLOCK_VMEM_BYTES:
+        keys //= 2
+    tiles = heuristic(record, device, direction)
+    return dataclasses.replace(tiles, product_rows=_invariant_product_rows(record), product_keys=keys)
+
+
+def _invariant_product_rows(record: PagedAttention) -> int:
+    """Returns query rows per product in a `batch_invariant` block: few if a tile of whole products and whole tokens
+    would be too large for VMEM.
+    """
+    kv_heads = paged_cache.kv_heads(record)
+    group, row_elements = record.query.shape[1] // kv_heads, kv_heads * max(LANES, key_head_dim(record))
+    most = min(MAX_TILE_ROWS, MAX_TILE_ELEMENTS // (row_elements * cdiv(record.query.dtype.itemsize, 2)))
+    rows = INVARIANT_PRODUCT_ROWS
+    while rows > MIN_PRODUCT_ROWS and math.lcm(rows, 2 * group) > most:
+        rows //= 2
+    return rows
+
+
+def invariance_limits(record: PagedAttention) -> Iterable[str]:
+    """Yields why rows of a record depend on the rest of its call."""
+    if record.code_bits is not None:
+        yield "a cache of codes: the rotation of queries and outputs is a product of all tokens of a call"
+    if record.shared_prefix is not None:
+        yield "shared_prefix: its keys are a call of their own, whose results are merged with those of the others"
+    if record.alibi_slopes is not None:
+        yield "alibi_slopes: distances are counted from the first new token, so scores are rounded as the chunk has it"
+    for name in ("qq_bias", "score_mod", "mask_mod"):
+        if getattr(record, name) is not None:
+            yield f"{name}: not tested with other batches"
+    keys, slots = batch_invariant(record, current_device(), "forward").product_keys, paged_cache.page_size(record)
+    if math.lcm(keys, slots) > MAX_INVARIANT_BLOCK_KEYS:
+        block = f"no block of at most {MAX_INVARIANT_BLOCK_KEYS} keys has whole pages of {slots}"
+        yield f"key_pages: {block} and whole products of {keys} keys"
 
 
 def prefix_config(record: PagedAttention) -> TpuPaged:
@@ -137,14 +198,7 @@ def _default_block_keys(record: PagedAttention, kind: str) -> int:
         if default_tile_tokens(record) == 1 and heads_share_products(record) and not is_v7x(kind)
         else DEFAULT_BLOCK_VMEM_BYTES
     )
-    arrays = [x for x in (record.key_pages, record.value_pages) if x is not None]
-    slots = paged_cache.page_count(record) * paged_cache.page_size(record)
-    rows = [math.prod(x.shape[:-1]) // max(1, slots) * x.dtype.itemsize for x in arrays]
-    dense = record.latent is not None and record.kv_layout != paged_cache.LATENT_LAYOUT
-    # memory pads rows to multiples of these
-    units = [MEMORY_TILE_ROWS if dense and stores_tokens_along_lanes(x.shape[-1]) else LANES for x in arrays]
-    token = sum(n * cdiv(x.shape[-1], unit) * unit for n, x, unit in zip(rows, arrays, units, strict=True))
-    keys = 128
+    token, keys = _token_vmem_bytes(record), 128
     while keys < 4096 and 2 * keys * token <= most:
         keys *= 2
     keys = min(keys, cdiv(paged_cache.max_sequence_len(record), 128) * 128)
@@ -154,6 +208,17 @@ def _default_block_keys(record: PagedAttention, kind: str) -> int:
     ):
         keys = cdiv(keys // 2, 128) * 128
     return keys
+
+
+def _token_vmem_bytes(record: PagedAttention) -> int:
+    """Returns bytes of VMEM for the keys and values of a token."""
+    arrays = [x for x in (record.key_pages, record.value_pages) if x is not None]
+    slots = paged_cache.page_count(record) * paged_cache.page_size(record)
+    rows = [math.prod(x.shape[:-1]) // max(1, slots) * x.dtype.itemsize for x in arrays]
+    dense = record.latent is not None and record.kv_layout != paged_cache.LATENT_LAYOUT
+    # memory pads rows to multiples of these
+    units = [MEMORY_TILE_ROWS if dense and stores_tokens_along_lanes(x.shape[-1]) else LANES for x in arrays]
+    return sum(n * cdiv(x.shape[-1], unit) * unit for n, x, unit in zip(rows, arrays, units, strict=True))
 
 
 def _function_vmem_bytes(record: PagedAttention, keys: int) -> int:

@@ -28,7 +28,7 @@ from ejkernel_pallas.tpu.mosaic.paged_layout import caches_by_ref_name
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention.config import TpuPaged, prefix_config, tile_sizes_of
 from ejkernel_pallas.tpu.paged_attention.kernels import operands
-from ejkernel_pallas.tpu.paged_attention.kernels.attend_block import HEADS_PER_STEP
+from ejkernel_pallas.tpu.paged_attention.kernels.attend_block import EQUAL_HEADS_PER_STEP, HEADS_PER_STEP
 from ejkernel_pallas.tpu.paged_attention.kernels.load_keys import num_head_groups
 from ejkernel_pallas.tpu.paged_attention.kernels.online_softmax import NUM_PRODUCT_BUFFERS, product_buffers
 from ejkernel_pallas.tpu.paged_attention.kernels.paged_attention import paged_attention_kernel
@@ -226,7 +226,8 @@ def kernel_scratch(spec: PagedSpec, lanes: int, caches_by_name: dict[str, jax.Ar
         "row_sum": pltpu.VMEM(state, jnp.float32),
         "acc": pltpu.VMEM((heads, spec.rows_per_tile, spec.value_dim), jnp.float32),
     }
-    chunks = heads // num_head_groups(spec) * spec.chunks_per_step
+    # Where products are equal, all are those of whole tiles.
+    chunks = EQUAL_HEADS_PER_STEP if spec.has_equal_products else heads // num_head_groups(spec) * spec.chunks_per_step
     rows, keys = cdiv(chunks, NUM_PRODUCT_BUFFERS) * spec.smallest_product_rows, spec.chunk_kv * spec.heads_per_product
     scratch["small_product_buffers"] = product_buffers(rows, keys, spec.weights_dtype)
     if spec.stores_score_limits:
@@ -234,7 +235,7 @@ def kernel_scratch(spec: PagedSpec, lanes: int, caches_by_name: dict[str, jax.Ar
         scratch["score_limits"] = pltpu.VMEM((masks, spec.smallest_product_rows, LANES), jnp.float32)
     if spec.tokens_per_tile == 1:
         scratch["key_mask"] = pltpu.VMEM((spec.chunks_per_step, spec.chunk_kv * spec.heads_per_product), jnp.float32)
-    if spec.rows_per_tile > spec.smallest_product_rows:
+    if spec.rows_per_tile > spec.smallest_product_rows and not spec.has_equal_products:
         scratch["large_product_buffers"] = product_buffers(
             max(spec.unmasked_product_rows, HEADS_PER_STEP // NUM_PRODUCT_BUFFERS * spec.masked_product_rows),
             spec.part_kv,
@@ -243,7 +244,7 @@ def kernel_scratch(spec: PagedSpec, lanes: int, caches_by_name: dict[str, jax.Ar
     scratch |= {f"{name}_buffer": _block_buffer(spec, x, name == "values") for name, x in caches_by_name.items()}
     if cache.codes is not None:
         scratch["value_norm_rows"] = pltpu.VMEM((heads, spec.block_kv), jnp.float32)
-    if spec.rows_per_tile > spec.smallest_product_rows:
+    if spec.rows_per_tile > spec.smallest_product_rows or spec.has_equal_products:
         scratch["head_keys"] = pltpu.VMEM((heads, spec.part_kv, spec.head_dim), spec.operand_dtype)
         scratch["head_values"] = pltpu.VMEM((heads, spec.part_kv, spec.value_dim), spec.weights_dtype)
     scratch |= _scratch_of_row_terms(spec)

@@ -226,6 +226,8 @@ def _token_of_packed_row(
     total, sequences = record.query.shape[0], starts.shape[0]
     multiple, stride = spec.sequence_token_multiple, spec.packed_token_stride
     bound = sequences * multiple if record.query_start is None else total * stride + sequences * (multiple - 1)
+    if spec.has_equal_products:  # a tile may be larger than the call
+        bound = max(bound, spec.tokens_per_tile)
     index = jnp.arange(cdiv(bound, multiple) * multiple, dtype=jnp.int32)
     # The array's size is a static bound, lengths are not: indices after the last sequence have no token.
     sequence = jnp.minimum(jnp.searchsorted(packed_ends, index, side="right"), sequences - 1)

@@ -16,7 +16,12 @@ from ejkernel.ops.device import current_device
 from ejkernel.planning.precision import product_precision
 from ejkernel_pallas.tpu.generations import has_256_wide_mxu, is_v7x
 from ejkernel_pallas.tpu.mosaic.paged_functions import BY_KEY, PagedFunctions, paged_functions
-from ejkernel_pallas.tpu.mosaic.paged_layout import CacheLayout, make_cache_layout
+from ejkernel_pallas.tpu.mosaic.paged_layout import (
+    CacheLayout,
+    make_cache_layout,
+    product_head_dims,
+    whole_page_block_keys,
+)
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 
 SMALL_PRODUCT_ROWS, LARGE_PRODUCT_ROWS = 128, 1024
@@ -88,6 +93,7 @@ class PagedSpec:
         output_dtype: Dtype of the output.
         value_scale: Factor on the output.
         num_cores: Cores of the chip that work on the list, each on items of its own.
+        has_equal_products: Whether all products have `smallest_product_rows` rows and `part_kv` keys.
         functions: `score_mod` and `mask_mod`; None without them.
     """
 
@@ -129,6 +135,7 @@ class PagedSpec:
     output_dtype: Any
     value_scale: float
     num_cores: int
+    has_equal_products: bool
     functions: PagedFunctions | None = None
 
     @property
@@ -181,11 +188,15 @@ class PagedSpec:
 
 @dataclasses.dataclass(frozen=True)
 class PagedTiles:
-    """The tiles of a configuration: query tokens, keys, and parts of the work list."""
+    """The tiles of a configuration: query tokens, keys, parts of the work list, and rows and keys of all products in a
+    `batch_invariant` block, 0 elsewhere.
+    """
 
     queries: int
     keys: int
     parts: int
+    product_rows: int = 0
+    product_keys: int = 0
 
 
 class RowTerms(NamedTuple):
@@ -242,7 +253,7 @@ def make_spec(
     heads_per_product = (
         cache.kv_heads_per_group if _has_single_token_tiles(record, sizes) and heads_share_products(record) else 1
     )
-    head_dim, value_dim = _head_dims(record, cache)
+    head_dim, value_dim = product_head_dims(record, cache)
     return PagedSpec(
         heads_per_product=heads_per_product,
         kv_heads=heads // heads_per_product,
@@ -269,23 +280,14 @@ def make_spec(
         output_dtype=jnp.dtype(record.query.dtype if output_dtype is None else output_dtype),
         value_scale=record.value_scale,
         num_cores=sizes.parts,
+        has_equal_products=sizes.product_rows > 0,
         functions=paged_functions(record),
     )
 
 
-def _head_dims(record: PagedAttention, cache: CacheLayout) -> tuple[int, int]:
-    """Returns the columns of keys and of values, as the kernel multiplies them."""
-    if cache.codes is not None:
-        return cache.codes.query_columns, cache.codes.values.count
-    if cache.key_and_value_share_lanes:
-        return cache.elements_per_row + cache.rotary_dim, cache.elements_per_row
-    value_dim = record.latent[1] if record.latent else paged_cache.value_head_dim(record)
-    return cache.elements_per_row + cache.rotary_dim if cache.is_latent else record.query.shape[-1], value_dim
-
-
 def _has_single_token_tiles(record: PagedAttention, sizes: PagedTiles) -> bool:
     """Returns whether a tile has one query token."""
-    return record.query_start is None or sizes.queries == 1
+    return not sizes.product_rows and (record.query_start is None or sizes.queries == 1)
 
 
 def _query_row_fields(record: PagedAttention, sizes: PagedTiles, heads_per_product: int) -> dict[str, int]:
@@ -306,6 +308,10 @@ def _query_row_fields(record: PagedAttention, sizes: PagedTiles, heads_per_produ
     rows = smallest_product_rows if _has_single_token_tiles(record, sizes) else tokens * group
     if record.code_bits is not None:
         smallest_product_rows = rows
+    if sizes.product_rows:  # a tile of one token would have products of another kernel
+        smallest_product_rows, unit = sizes.product_rows, math.lcm(sizes.product_rows, 2 * group)
+        rows = max(1, queries * group // unit) * unit
+        tokens = rows // group
 
     def largest_divisor(limit: int) -> int:
         return max(
@@ -321,8 +327,8 @@ def _query_row_fields(record: PagedAttention, sizes: PagedTiles, heads_per_produ
         "rows_per_tile": rows,
         "query_rows_per_copy": query_rows_per_copy,
         "smallest_product_rows": smallest_product_rows,
-        "masked_product_rows": largest_divisor(SMALL_PRODUCT_ROWS),
-        "unmasked_product_rows": largest_divisor(LARGE_PRODUCT_ROWS),
+        "masked_product_rows": sizes.product_rows or largest_divisor(SMALL_PRODUCT_ROWS),
+        "unmasked_product_rows": sizes.product_rows or largest_divisor(LARGE_PRODUCT_ROWS),
     }
 
 
@@ -332,9 +338,11 @@ def _key_block_fields(
     """Returns the fields of `PagedSpec` about keys per copy and per product."""
     single = _has_single_token_tiles(record, sizes)
     # Mosaic does not load a single lane group of the norms at a traced index.
-    multiple = LANES if cache.codes is None else CODE_KEYS_PER_CHUNK
+    multiple = sizes.product_keys or (LANES if cache.codes is None else CODE_KEYS_PER_CHUNK)
     keys = min(sizes.keys, paged_cache.max_sequence_len(record))
-    block = _whole_page_block_keys(math.lcm(cache.slots_per_page, multiple), keys)
+    block = whole_page_block_keys(math.lcm(cache.slots_per_page, multiple), keys)
+    if sizes.product_keys:
+        return {"part_kv": multiple, "block_kv": block, "chunk_kv": multiple, "chunks_per_step": 1}
     chunk, per_step = _product_sizes(
         block, single, heads_per_product, 16 if has_256_wide_mxu(current_device().kind) else 8
     )
@@ -374,12 +382,6 @@ def _product_sizes(
         return math.gcd(block, DEFAULT_BLOCK_KEYS if is_single_token else KEYS_PER_CHUNK), 1
     chunk = math.gcd(block, DEFAULT_BLOCK_KEYS // max_products_per_step)
     return chunk, math.gcd(block // chunk, max_products_per_step)
-
-
-def _whole_page_block_keys(key_multiple: int, keys: int) -> int:
-    """Returns a number of keys that is whole pages and whole lanes, and at least the requested one where possible."""
-    step = math.lcm(key_multiple, LANES)
-    return max(1, cdiv(keys, step)) * step
 
 
 def _weights_dtype(record: PagedAttention) -> Any:

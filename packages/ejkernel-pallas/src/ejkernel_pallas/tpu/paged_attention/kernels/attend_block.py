@@ -38,9 +38,9 @@ from ejkernel_pallas.tpu.paged_attention.kernels.online_softmax import (
 from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs
 from ejkernel_pallas.tpu.paged_attention.spec import PagedSpec
 
-HEADS_PER_STEP = 4
-"""The number of heads whose products of many rows are interleaved: enough independent products to hide the MXU's
-latency.
+HEADS_PER_STEP, EQUAL_HEADS_PER_STEP = 4, 8
+"""The number of heads whose products of many rows are interleaved, and of those that are interleaved where all products
+are equal and smaller: enough independent products to hide the MXU's latency.
 """
 
 
@@ -159,6 +159,9 @@ def _attend_chunks(
 ) -> None:
     """Attends to chunks; `chunks` is the first key and the number of chunks."""
     item, (start, count) = block.item, chunks
+    if spec.has_equal_products:  # the same instructions for prompts and decoding
+        _attend_whole_tile(refs, block, buffer_slot, start, spec)
+        return
     # A scalar test per chunk decides whether to mask: the mask costs more than the test.
     first_key, num_keys = block.index_in_sequence * spec.block_kv + start, count * spec.chunk_kv
     plain = _needs_no_mask(refs, item, first_key, num_keys, spec)
@@ -293,10 +296,10 @@ def _attend_whole_tile(refs: PagedRefs, block: KeyBlock, buffer_slot: Any, start
         @pl.when((at.first_key < item.end_key) & (at.first_key + at.num_keys > item.first_key))
         def _() -> None:
             for_each_index(num_head_groups(spec), copy_head_group)
-            # In a tile with few tokens a large product would be spent mostly on rows without a token.
-            plain = _needs_no_mask(refs, item, at.first_key, at.num_keys, spec) & (
-                2 * item.num_tokens * spec.group_size > spec.unmasked_product_rows
-            )
+            plain = _needs_no_mask(refs, item, at.first_key, at.num_keys, spec)
+            if not spec.has_equal_products:
+                # In a tile with few tokens a large product would be spent mostly on rows without a token.
+                plain &= 2 * item.num_tokens * spec.group_size > spec.unmasked_product_rows
             biased = jnp.bool_(False)
             if spec.pair_bias_columns:
                 biased = pair_bias.keys_have_pair_bias(refs, item, at.first_key, at.num_keys, spec)
@@ -317,9 +320,10 @@ def _attend_contiguous_heads(
     """Attends to keys in scratch memory, with as many rows and heads at once as fill the MXU."""
     size = spec.masked_product_rows if key_chunk.needs_mask else spec.unmasked_product_rows
     # Products of few rows are too short to hide their latency without others.
-    lookahead = HEADS_PER_STEP - 1 if size == spec.masked_product_rows else 0
+    most_heads = EQUAL_HEADS_PER_STEP if spec.has_equal_products else HEADS_PER_STEP
+    lookahead = most_heads - 1 if size == spec.masked_product_rows else 0
     count = divide(item.num_tokens * spec.group_size + size - 1, size)
-    heads_per_step = next(n for n in (HEADS_PER_STEP, 2, 1) if spec.kv_heads % n == 0)
+    heads_per_step = next(n for n in (most_heads, 4, 2, 1) if spec.kv_heads % n == 0)
     keys, values, get = refs.head_keys, refs.head_values, operator.getitem
 
     def attend_heads_of_step(k: Any) -> None:

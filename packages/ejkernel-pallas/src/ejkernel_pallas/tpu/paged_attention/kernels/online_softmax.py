@@ -378,7 +378,7 @@ def write_results(refs: PagedRefs, head: Any, rows: ProductRows, spec: PagedSpec
     row_max = refs.row_max[head, rows.row_slice, :]
     row_sum = refs.row_sum[head, rows.row_slice, :]
     same = spec.tokens_per_tile == 1
-    row_sum = row_sum * LANES if same else jnp.broadcast_to(jnp.sum(row_sum, axis=1, keepdims=True), row_max.shape)
+    row_sum = row_sum * LANES if same else _sums_of_lanes(row_sum, spec)
     # The key of the maximum has weight 1, so a row with keys has a sum of at least 1. A row without keys has row_sum =
     # acc = 0 and row_max = -inf: its output becomes 0 and its lse -inf without a branch.
     row_sum = jnp.maximum(row_sum, 1.0)
@@ -391,6 +391,13 @@ def write_results(refs: PagedRefs, head: Any, rows: ProductRows, spec: PagedSpec
         _write_column_as_lanes(
             refs.lse_buffer, lse[start : start + LANES], (rows.buffer_slot, head), rows.first_row + start
         )
+
+
+def _sums_of_lanes(x: jax.Array, spec: PagedSpec) -> jax.Array:
+    """Returns the sum of each row of [rows, 128], in every lane; where products are equal, so are the arrays summed."""
+    size = min(spec.smallest_product_rows if spec.has_equal_products else x.shape[0], x.shape[0])
+    sums = [jnp.sum(x[n : n + size], axis=1, keepdims=True) for n in range(0, x.shape[0], size)]
+    return jnp.broadcast_to(sums[0] if len(sums) == 1 else jnp.concatenate(sums), x.shape)
 
 
 def _write_column_as_lanes(ref: Any, x: jax.Array, index: tuple[Any, ...], start: Any) -> None:
