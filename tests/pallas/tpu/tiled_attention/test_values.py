@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from tpu_records import BACKWARD, CASES, FORWARD, answers, close, interpreted, record
 
+from ejkernel.families.tiled_attention import causal_window_bounds
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel.types.pair_functions import mask_function, score_function
 from ejkernel.types.pullback import Pullback
@@ -26,6 +27,7 @@ from ejkernel_pallas.tpu.tiled_attention.config import (
 )
 from ejkernel_pallas.tpu.tiled_attention.forward import forward
 from ejkernel_pallas.tpu.tiled_attention.kernels import chunks, score_chunk
+from ejkernel_pallas.tpu.tiled_attention.kernels.operands import with_segments_of_function
 from ejkernel_pallas.tpu.tiled_attention.spec import make_spec
 
 FIELDS = ("query", "key", "value")
@@ -88,6 +90,28 @@ def test_differences_of_indices_in_float32_have_the_bits_of_converted_integers(m
     assert programs[0] == programs[1] != programs[2]
     for x, expected in zip(jax.tree.leaves(results[0]), jax.tree.leaves(results[2]), strict=True):
         np.testing.assert_array_equal(x, expected)
+
+
+def test_forward_kernels_of_wide_matrix_units_get_documents_of_a_function_as_segment_ids():
+    """Some queries and keys are padding; one list of tile pairs for two batch rows stays one."""
+    documents = jnp.asarray(np.sort(np.random.default_rng(2).integers(-1, 4, (2, 300))), jnp.int32)
+
+    def by_row(b, h, q, k):
+        return (documents[b, q] == documents[b, k]) & (documents[b, k] >= 0) & (k <= q)
+
+    def shared(b, h, q, k):
+        return (documents[0, q] == documents[0, k]) & (k <= q)
+
+    first, second = (
+        record((2, 300, 300, 2, 1, 32, 32), mask_mod=lambda _, x=x: mask_function("mask_mod", x))
+        for x in (by_row, shared)
+    )
+    assert with_segments_of_function(first).mask_mod is not None
+    with target_device(WIDE):
+        rewritten = with_segments_of_function(first)
+        assert (rewritten.mask_mod, causal_window_bounds(rewritten)) == (None, (None, 0))
+        assert with_segments_of_function(second).mask_mod is not None
+        check(first)
 
 
 def test_equal_functions_under_different_meshes_share_their_parts():

@@ -14,6 +14,7 @@ from ejkernel_pallas.tpu.tiled_attention.kernels.operands import (
     per_query_operand,
     rows_operand,
     undo_rows_layout,
+    with_segments_of_function,
 )
 from ejkernel_pallas.tpu.tiled_attention.kernels.pair_call import tile_pairs_call
 from ejkernel_pallas.tpu.tiled_attention.kernels.refs import ForwardRefs
@@ -34,7 +35,7 @@ def forward(record: TiledAttention, config: TpuForward) -> tuple[jax.Array, Soft
     Returns:
         Output [B, T, H, Dv] in the query's dtype, and the residuals for the backward pass.
     """
-    record = canonical_record(record)
+    record = with_segments_of_function(canonical_record(record))
     spec = make_spec(record, forward_blocks(config))
     (batch, queries, heads, _), value_size = record.query.shape, record.value.shape[3]
     inputs = operands(record, spec)

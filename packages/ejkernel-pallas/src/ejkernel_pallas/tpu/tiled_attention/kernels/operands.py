@@ -15,8 +15,11 @@ from jax.experimental.pallas import tpu as pltpu
 from ejkernel.families.tiled_attention import TiledAttention, make_dropout_keys
 from ejkernel.families.tiled_attention.block_maps import PatternTiles, pattern_tiles
 from ejkernel.families.tiled_attention.mask_functions import mask_function_as_window
+from ejkernel.families.tiled_attention.mask_terms import mask_function_as_arguments
 from ejkernel.families.tiled_attention.record import indices_in_call
 from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments
+from ejkernel.ops.device import current_device
+from ejkernel_pallas.tpu.generations import has_256_wide_mxu
 from ejkernel_pallas.tpu.mosaic.launch import BlockIndex, Operand
 from ejkernel_pallas.tpu.mosaic.split_functions import Row, row_values
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
@@ -40,6 +43,19 @@ def canonical_record(record: TiledAttention) -> TiledAttention:
         key=jnp.where(is_key, record.key, 0),
         value=jnp.where(is_key, record.value, 0),
     )
+
+
+def with_segments_of_function(record: TiledAttention) -> TiledAttention:
+    """Returns a canonical record with a `mask_mod` of documents as segment ids, for the forward kernel.
+
+    With them it spills fewer registers on chips with wide matrix units. Others gain nothing, and backward kernels take
+    more time. A function that does not read the batch row keeps the one list of tile pairs that all batch rows share.
+    """
+    function = record.mask_mod
+    if function is None or not has_256_wide_mxu(current_device().kind):
+        return record
+    shares_pairs = record.query.shape[0] > 1 and "b" not in function.program.inputs_read
+    return record if shares_pairs else mask_function_as_arguments(record)
 
 
 def operands(record: TiledAttention, spec: TiledSpec) -> dict[str, Operand]:
