@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.arithmetic import cdiv
+from ejkernel.arithmetic import at_most, cdiv
 from ejkernel.ops.params import Direction
 from ejkernel.planning.fixed_tiles import TILE_ROWS
 from ejkernel_xla.fixed_tiles import forward_in_tiles
@@ -39,7 +39,7 @@ PUBLIC_FIELDS = {"block_q": "block_q"}
 
 def fit_queries(tokens: int, numbers_per_query: int, max_numbers: int = MAX_NUMBERS_PER_STEP) -> QueryTile:
     """Returns the tile of the most queries, at most `tokens`, whose temporary array has no more than `max_numbers`."""
-    return QueryTile(block_q=max(1, min(tokens, max_numbers // max(1, numbers_per_query))))
+    return QueryTile(block_q=max(1, at_most(max_numbers // max(1, numbers_per_query), tokens)))
 
 
 def batch_invariant(record: Any, device: Any, direction: Direction) -> QueryTile:

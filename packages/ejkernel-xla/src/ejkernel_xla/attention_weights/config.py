@@ -3,10 +3,14 @@
 import dataclasses
 from typing import Any
 
+from ejkernel.arithmetic import at_most, known_or
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.params import Direction
 from ejkernel_xla.sizes import check_positive
 from ejkernel_xla.tiled_attention.plan import SCORES_PER_STEP, TilePlan, make_plan
+
+ASSUMED_KEYS = 8192
+"""Keys for which memory is planned if their count is symbolic."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,8 +39,8 @@ def plan_rows(record: TiledAttention, config: WeightRows) -> TilePlan:
 def heuristic(record: TiledAttention, device: Any, direction: Direction) -> WeightRows:
     """Returns as many queries as fit a tile. The size is not measured."""
     (_, length, heads, _), (_, keys, kv_heads, _) = record.query.shape, record.key.shape
-    max_query_rows = SCORES_PER_STEP * kv_heads // max(1, heads * keys)
-    return WeightRows(block_q=max(1, min(length, max_query_rows)))
+    max_query_rows = SCORES_PER_STEP * kv_heads // max(1, heads * known_or(keys, ASSUMED_KEYS))
+    return WeightRows(block_q=max(1, at_most(max_query_rows, length)))
 
 
 def candidates(record: TiledAttention, device: Any, direction: Direction) -> tuple[WeightRows, ...]:

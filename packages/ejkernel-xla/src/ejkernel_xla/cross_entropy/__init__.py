@@ -8,7 +8,6 @@ from ejkernel_xla.registration import xla_implementation
 IMPLEMENTATIONS = (
     xla_implementation(
         FAMILY,
-        symbolic=False,
         config=ConfigSpace.of(config, forward=config.LogitBlocks, fixed_if_invariant=("block_t", "batch_invariant")),
         invariant_to=frozenset({"batch"}),
         invariance_limits=config.invariance_limits,

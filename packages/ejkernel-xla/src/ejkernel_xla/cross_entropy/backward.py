@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.cross_entropy import logit_gradient_factors
+from ejkernel.planning.fixed_tiles import pad_axis
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.cross_entropy.config import LogitBlocks
 from ejkernel_xla.cross_entropy.kernels import gradients
-from ejkernel_xla.cross_entropy.kernels.blocks import AxisSpan, loop_over_spans, select_tokens
+from ejkernel_xla.cross_entropy.kernels.blocks import AxisSpan, fill_token_blocks, loop_over_spans, select_tokens
 
 
 def backward(pullback: Pullback, config: LogitBlocks) -> dict[str, jax.Array]:
@@ -37,7 +38,10 @@ def backward(pullback: Pullback, config: LogitBlocks) -> dict[str, jax.Array]:
         part_factors = factors.select_tokens(span.start, span.size)
         return gradients.add_tokens(sums, select_tokens(record, span), part_factors, span, scale, config.block_v)
 
+    num_tokens, record = record.weights.shape[0], fill_token_blocks(record, config.block_t)
+    missing = record.weights.shape[0] - num_tokens
+    factors = type(factors)(*(pad_axis(x, 0, missing) for x in factors)) if missing else factors
     sums = loop_over_spans(
         record.weights.shape[0], config.block_t, add, gradients.zero_gradients(record, pullback.grad_fields)
     )
-    return gradients.finish_gradients(sums, record, scale)
+    return gradients.finish_gradients(sums, record, num_tokens, scale)

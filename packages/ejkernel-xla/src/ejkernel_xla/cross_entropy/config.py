@@ -4,15 +4,20 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from ejkernel.arithmetic import at_most, known_or
 from ejkernel.families.cross_entropy import CrossEntropy, vocabulary
 from ejkernel.ops.params import Direction
 from ejkernel.planning.fixed_tiles import TILE_ROWS
+from ejkernel_xla.fixed_tiles import symbolic_sizes_limit
 from ejkernel_xla.sizes import check_positive
 
 BLOCK_LOGITS = 2**26
 """Logits in a block, about: 256 MiB of float32."""
 
 MIN_TOKENS = 128
+
+ALL_TOKENS = 2**31 - 1
+"""Tokens in a block that has them all, if their count is symbolic."""
 
 FIXED_ROWS = 512
 """Tokens of all tiles in a `batch_invariant` block, except on a CPU, which has `TILE_ROWS`: GPUs need long products."""
@@ -47,8 +52,8 @@ def heuristic(record: CrossEntropy, device: Any, direction: Direction) -> LogitB
     """
     tokens, entries = record.inputs.shape[0], vocabulary(record)
     if record.lm_head is not None:
-        tokens = min(tokens, max(BLOCK_LOGITS // entries, MIN_TOKENS))
-    return LogitBlocks(block_t=max(tokens, 1), block_v=entries)
+        tokens = at_most(max(BLOCK_LOGITS // entries, MIN_TOKENS), tokens)
+    return LogitBlocks(block_t=max(known_or(tokens, ALL_TOKENS), 1), block_v=entries)
 
 
 def batch_invariant(record: CrossEntropy, device: Any, direction: Direction) -> LogitBlocks:
@@ -61,6 +66,7 @@ def invariance_limits(record: CrossEntropy) -> Iterator[str]:
     """Yields why rows of a record depend on the rest of its call."""
     if record.sum_over_tokens:
         yield "the loss is a sum over all tokens"
+    yield from symbolic_sizes_limit(record)
 
 
 def candidates(record: CrossEntropy, device: Any, direction: Direction) -> tuple[LogitBlocks, ...]:

@@ -17,7 +17,13 @@ from ejkernel.families.cross_entropy import (
 from ejkernel.types.pullback import is_differentiated
 from ejkernel_xla.cross_entropy.config import LogitBlocks
 from ejkernel_xla.cross_entropy.kernels import gradients, statistics
-from ejkernel_xla.cross_entropy.kernels.blocks import AxisSpan, loop_over_spans, replace_span, select_tokens
+from ejkernel_xla.cross_entropy.kernels.blocks import (
+    AxisSpan,
+    fill_token_blocks,
+    loop_over_spans,
+    replace_span,
+    select_tokens,
+)
 from ejkernel_xla.fixed_tiles import forward_in_tiles
 
 
@@ -36,7 +42,9 @@ def forward(record: CrossEntropy, config: LogitBlocks) -> tuple[Any, CrossEntrop
         blocks = dataclasses.replace(config, batch_invariant=False)
         axes = FAMILY.axes_of(record)
         return forward_in_tiles(lambda tile: forward(tile, blocks), record, axes, "t", block=config.block_t)
-    tokens, dtype = record.weights.shape[0], accumulator(record)
+    num_tokens, dtype = record.weights.shape[0], accumulator(record)
+    record = fill_token_blocks(record, config.block_t)
+    tokens = record.weights.shape[0]
     saves_gradients = (
         record.sum_over_tokens
         and record.lm_head is not None
@@ -57,5 +65,6 @@ def forward(record: CrossEntropy, config: LogitBlocks) -> tuple[Any, CrossEntrop
 
     start = (tuple(jnp.zeros(tokens, dtype) for _ in range(4)), gradients.zero_gradients(record, grad_fields))
     (loss, *rest), sums = loop_over_spans(tokens, config.block_t, add, start)
-    output = (jnp.sum(loss, keepdims=True) if record.sum_over_tokens else loss, *rest)
-    return output, CrossEntropyResiduals(**gradients.finish_gradients(sums, record, scale) if saves_gradients else {})
+    loss = jnp.sum(loss, keepdims=True) if record.sum_over_tokens else loss[:num_tokens]
+    residuals = gradients.finish_gradients(sums, record, num_tokens, scale) if saves_gradients else {}
+    return (loss, *(x[:num_tokens] for x in rest)), CrossEntropyResiduals(**residuals)

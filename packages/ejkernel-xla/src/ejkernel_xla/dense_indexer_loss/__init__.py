@@ -5,4 +5,4 @@ from ejkernel.ops import ConfigSpace
 from ejkernel_xla.dense_indexer_loss import config
 from ejkernel_xla.registration import xla_implementation
 
-IMPLEMENTATIONS = (xla_implementation(FAMILY, config=ConfigSpace.of(config, forward=config.LossTiles), symbolic=False),)
+IMPLEMENTATIONS = (xla_implementation(FAMILY, config=ConfigSpace.of(config, forward=config.LossTiles)),)

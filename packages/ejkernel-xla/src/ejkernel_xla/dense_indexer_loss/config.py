@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from ejkernel.arithmetic import at_most
 from ejkernel.families.dense_indexer_loss import DenseIndexerLoss
 from ejkernel.ops.params import Direction
 from ejkernel_xla.query_tiles import MAX_NUMBERS_PER_STEP
@@ -34,7 +35,7 @@ PUBLIC_FIELDS = {"block_q": "block_q", "block_k": "block_k"}
 
 def sizes(record: DenseIndexerLoss, config: LossTiles) -> tuple[int, int]:
     """Returns queries and keys per tile, no more than there are."""
-    return min(config.block_q, record.query.shape[1]), min(config.block_k, record.key.shape[1])
+    return at_most(config.block_q, record.query.shape[1]), at_most(config.block_k, record.key.shape[1])
 
 
 def heuristic(record: DenseIndexerLoss, device: Any, direction: Direction) -> LossTiles:
@@ -51,6 +52,6 @@ def candidates(record: DenseIndexerLoss, device: Any, direction: Direction) -> t
 def _largest_tiles_that_fit(record: DenseIndexerLoss, block_k: int, max_numbers: int) -> LossTiles:
     """Returns tiles of the given keys, with as many queries as the scores of all heads have room for."""
     (_, tokens, heads, _), keys = record.query.shape, record.key.shape[1]
-    block_k = max(1, min(block_k, keys))
+    block_k = max(1, at_most(block_k, keys))
     per_query = max(heads, record.query_index.shape[2]) * block_k
-    return LossTiles(block_q=max(1, min(tokens, max_numbers // per_query)), block_k=block_k)
+    return LossTiles(block_q=max(1, at_most(max_numbers // per_query, tokens)), block_k=block_k)

@@ -23,6 +23,7 @@ from ejkernel.families.grouped_matmul import (
 )
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.grouped_matmul.config import RowTiles, sizes
+from ejkernel_xla.grouped_matmul.forward import missing_rows, with_more_rows
 from ejkernel_xla.grouped_matmul.kernels.groups import RowTile, dot, fold_groups, fold_row_tiles, load
 
 Gradients = dict[str, jax.Array]
@@ -41,8 +42,25 @@ def backward(pullback: Pullback, config: RowTiles) -> Gradients:
         Each requested gradient, in its field's shape and dtype.
     """
     record, cotangent = pullback.record, pullback.cotangent
-    fields = sorted(pullback.grad_fields - {"existing_out"})
-    grads = {name: jnp.zeros_like(getattr(record, name)) for name in fields}
+    grads = _gradients(record, cotangent, pullback.grad_fields - {"existing_out"}, config)
+    if "existing_out" in pullback.grad_fields:
+        grads["existing_out"] = cotangent.astype(record.existing_out.dtype)
+    return grads
+
+
+def _gradients(record: GroupedMatmul, cotangent: jax.Array, fields: frozenset[str], config: RowTiles) -> Gradients:
+    """Returns gradients of the requested fields, but for `existing_out`."""
+    rows = record.lhs.shape[0]
+    if missing := missing_rows(record, config):
+        cotangent = jnp.pad(cotangent, ((0, missing), (0, 0)))
+        grads = _tile_gradients(with_more_rows(record, missing), cotangent, fields, config)
+        return {name: x[:rows] if name in ROW_FIELDS else x for name, x in grads.items()}
+    return _tile_gradients(record, cotangent, fields, config)
+
+
+def _tile_gradients(record: GroupedMatmul, cotangent: jax.Array, fields: frozenset[str], config: RowTiles) -> Gradients:
+    """Returns the gradients of a record whose rows fill a tile."""
+    grads = {name: jnp.zeros_like(getattr(record, name)) for name in sorted(fields)}
     rows = record.lhs.shape[0]
     if rows and grads:
 
@@ -57,8 +75,6 @@ def backward(pullback: Pullback, config: RowTiles) -> Gradients:
             return {**_store_group_gradients(record, g, sums, grads), **lhs}
 
         grads = fold_groups(*group_row_bounds(record), group, grads)
-    if "existing_out" in pullback.grad_fields:
-        grads["existing_out"] = cotangent.astype(record.existing_out.dtype)
     return grads
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from ejkernel.arithmetic import at_most
 from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel.ops.params import Direction
 from ejkernel_xla.sizes import check_positive
@@ -42,7 +43,7 @@ def sizes(record: GroupedMatmul, config: RowTiles) -> tuple[int, ...]:
     while tile_rows[-1] // 4 >= MIN_BLOCK:
         tile_rows.append(tile_rows[-1] // 4)
     rows = record.lhs.shape[0]
-    return tuple(dict.fromkeys(min(size, rows) for size in tile_rows))
+    return tuple(dict.fromkeys(at_most(size, rows) for size in tile_rows))
 
 
 def heuristic(record: GroupedMatmul, device: Any, direction: Direction) -> RowTiles:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.arithmetic import at_most
 from ejkernel.families.indexer_loss import (
     FAMILY,
     IndexerLoss,
@@ -42,7 +43,7 @@ def _row(row: tuple[jax.Array, ...], record: IndexerLoss, config: QueryTile) -> 
     """Returns the weights [T, K] of one batch row, from queries [T, H, D], keys [Hk, S, D] and indices [T, K]."""
     query, key, indices = row
     tokens, heads, size = query.shape
-    block, dtype = min(config.block_q, tokens), accumulator(record)
+    block, dtype = at_most(config.block_q, tokens), accumulator(record)
     by_head = query.reshape(tokens, key.shape[0], heads // key.shape[0], size)
 
     def tile(arrays: tuple[Any, ...]) -> jax.Array:

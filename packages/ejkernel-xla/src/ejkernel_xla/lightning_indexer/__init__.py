@@ -2,6 +2,7 @@
 
 from ejkernel.families.lightning_indexer import FAMILY
 from ejkernel.ops import ConfigSpace
+from ejkernel_xla.fixed_tiles import symbolic_sizes_limit
 from ejkernel_xla.lightning_indexer import config
 from ejkernel_xla.registration import FLOAT_DTYPES, xla_implementation
 
@@ -11,8 +12,8 @@ IMPLEMENTATIONS = (
         config=ConfigSpace.of(
             config, forward=config.IndexerTiles, fixed_if_invariant=("whole_rows", "batch_invariant")
         ),
-        symbolic=False,
         dtypes=FLOAT_DTYPES | {"float8_e4m3fn"},
         invariant_to=frozenset({"batch", "padding", "chunking", "pages"}),
+        invariance_limits=symbolic_sizes_limit,
     ),
 )

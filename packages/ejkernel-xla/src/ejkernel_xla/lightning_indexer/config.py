@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from ejkernel.arithmetic import cdiv
+from ejkernel.arithmetic import at_most, cdiv, known_or
 from ejkernel.families.lightning_indexer import LightningIndexer, num_keys
 from ejkernel.ops.params import Direction
 from ejkernel.planning.fixed_tiles import TILE_ROWS
@@ -16,6 +16,8 @@ MAX_SCORES_ON_GPU, MAX_PRODUCTS_ON_GPU = 2**23, 2**26
 On an H200, 4096 queries of 64 heads select 2048 of 32768 keys in 50 ms. It takes 46 ms with four times as many scores,
 60 with the same tiles if they are merged, and 455 with the tiles of a CPU (docs/lab/token_sparse_attention_gpu.md).
 """
+ASSUMED_KEYS = 8192
+"""Keys for which memory is planned if their count is symbolic."""
 MIN_BLOCK_K = 512
 """Fewest keys per tile. Each tile is sorted together with the keys selected so far, so it has at least as many."""
 
@@ -47,8 +49,8 @@ PUBLIC_FIELDS = {"block_q": "block_q", "block_k": "block_k"}
 
 def sizes(record: LightningIndexer, config: IndexerTiles) -> tuple[int, int]:
     """Returns queries and keys per tile, no more than there are unless sizes are fixed; keys fill whole blocks."""
-    block_k = config.block_k if config.batch_invariant else min(config.block_k, num_keys(record))
-    return min(config.block_q, record.query.shape[1]), cdiv(block_k, record.block_size) * record.block_size
+    block_k = config.block_k if config.batch_invariant else at_most(config.block_k, num_keys(record))
+    return at_most(config.block_q, record.query.shape[1]), cdiv(block_k, record.block_size) * record.block_size
 
 
 def heuristic(record: LightningIndexer, device: Any, direction: Direction) -> IndexerTiles:
@@ -72,8 +74,8 @@ def candidates(record: LightningIndexer, device: Any, direction: Direction) -> t
 
 def _whole_rows(record: LightningIndexer) -> IndexerTiles:
     """Returns tiles whose scores stay in memory."""
-    (_, tokens, heads, _), keys = record.query.shape, num_keys(record)
-    block_q = max(1, min(tokens, MAX_SCORES_ON_GPU // max(1, keys)))
+    (_, tokens, heads, _), keys = record.query.shape, known_or(num_keys(record), ASSUMED_KEYS)
+    block_q = max(1, at_most(MAX_SCORES_ON_GPU // max(1, keys), tokens))
     block_k = max(MIN_BLOCK_K, MAX_PRODUCTS_ON_GPU // max(1, block_q * heads))
     return IndexerTiles(block_q=block_q, block_k=max(1, min(block_k, keys)), whole_rows=True)
 
@@ -81,8 +83,8 @@ def _whole_rows(record: LightningIndexer) -> IndexerTiles:
 def _largest_tiles_that_fit(record: LightningIndexer, direction: Direction, block_k: int) -> IndexerTiles:
     """Returns tiles of the given keys, with as many queries as the largest array has room for."""
     (_, tokens, heads, channels), keys = record.query.shape, num_keys(record)
-    block_k = max(1, min(block_k, keys))
+    block_k = max(1, at_most(block_k, keys))
     selected = record.top_k * record.block_size
     per_query = heads * block_k if direction == "forward" else selected * max(heads, channels)
-    block_q = max(1, min(tokens, MAX_NUMBERS_PER_STEP // max(1, per_query)))
+    block_q = max(1, at_most(MAX_NUMBERS_PER_STEP // max(1, per_query), tokens))
     return IndexerTiles(block_q=block_q, block_k=block_k)

@@ -15,6 +15,7 @@ from jax import lax
 
 from ejkernel.families.linear_recurrence import TOKEN_FIELDS, LinearRecurrence, accumulator
 from ejkernel.families.linear_recurrence.plain_states import backward_with_plain_states
+from ejkernel.planning.fixed_tiles import pad_axis
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.linear_recurrence.config import RecurrenceChunk
 from ejkernel_xla.linear_recurrence.forward import chunk_step, load, split_state_heads, state_table, store
@@ -25,6 +26,7 @@ from ejkernel_xla.linear_recurrence.kernels.chunking import (
     add_chunk_slice,
     chunk_from_slices,
     cut,
+    fill_last_chunk,
     make_chunking,
     run_loop,
     slices_of_chunk,
@@ -53,9 +55,21 @@ def backward(pullback: Pullback, config: RecurrenceChunk) -> Gradients:
     if record.parents is not None:
         grads = tree_backward(pullback)
     else:
-        chunking = make_chunking(record, config.chunk_size)
-        grads = _differentiate_chunks(pullback, chunking, _chunk_states(record, chunking))
+        pullback = _fill_last_chunk(pullback, config.chunk_size)
+        chunking = make_chunking(pullback.record, config.chunk_size, record.query.shape[1])
+        grads = _differentiate_chunks(pullback, chunking, _chunk_states(pullback.record, chunking))
+        grads |= {name: grads[name][:, : getattr(record, name).shape[1]] for name in TOKEN_FIELDS if name in grads}
     return {name: grads[name].astype(getattr(record, name).dtype) for name in sorted(pullback.grad_fields)}
+
+
+def _fill_last_chunk(pullback: Pullback, length: int) -> Pullback:
+    """Returns the pullback of a record whose last chunk is whole, where its tokens are of a symbolic count."""
+    record = fill_last_chunk(pullback.record, length)
+    if record is pullback.record:
+        return pullback
+    outputs, finals = pullback.cotangent
+    outputs = pad_axis(outputs, 1, record.query.shape[1] - outputs.shape[1])
+    return dataclasses.replace(pullback, record=record, output=None, cotangent=(outputs, finals))
 
 
 def _chunk_states(record: LinearRecurrence, chunking: Chunking) -> jax.Array:
@@ -139,5 +153,5 @@ def _single_token_gradients(pullback: Pullback, grads: Gradients, table: jax.Arr
 
 def _zero_gradient(x: jax.Array, record: LinearRecurrence) -> jax.Array:
     """Returns zeros for a gradient; in the accumulator's dtype where tokens share the field, since it is a sum then."""
-    shared = x.shape[1] < record.query.shape[1]
+    shared = x.shape[1] != record.query.shape[1]
     return jnp.zeros(x.shape, accumulator(record) if shared else x.dtype)

@@ -30,6 +30,7 @@ from ejkernel_xla.linear_recurrence.kernels.chunking import (
     ChunkSlice,
     add_chunk_slice,
     chunk_from_slices,
+    fill_last_chunk,
     make_chunking,
     replace_chunk_slice,
     run_loop,
@@ -63,9 +64,10 @@ def forward(record: LinearRecurrence, config: RecurrenceChunk) -> tuple[tuple[ja
         return forward_in_tiles(
             lambda row: _forward_of_rows(row, config), record, axes(record), "b", block=config.tile_rows
         ), ()
-    chunking = make_chunking(record, config.chunk_size)
+    tokens, record = record.query.shape[1], fill_last_chunk(record, config.chunk_size)
+    chunking = make_chunking(record, config.chunk_size, tokens)
     output, table = run_loop(chunking.count, _chunk_step(record, chunking), _initial_outputs_and_states(record))
-    return (output, split_state_heads(record, table)), ()
+    return (output[:, :tokens], split_state_heads(record, table)), ()
 
 
 def _forward_of_rows(record: LinearRecurrence, config: RecurrenceChunk) -> tuple[jax.Array, jax.Array]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from ejkernel.arithmetic import at_most, known_or
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.rotation import key_head_dim
@@ -17,6 +18,9 @@ MAX_BLOCK_Q = 128
 
 MAX_GATHERED_ELEMENTS = {"cpu": 2**19, "gpu": 2**23, "tpu": 2**23}
 """Key elements gathered at once: on a CPU they stay in its caches, elsewhere they fill the device."""
+
+ASSUMED_SEQUENCES, ASSUMED_QUERIES = 64, 16
+"""Sequences, and query rows of each, for which tiles are planned if their counts are symbolic."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,9 +70,9 @@ def tiles(record: PagedAttention, config: PagedTiles) -> PagedTiling:
             )
         return PagedTiling(config.block_q, config.block_kv, config.stack)
     rows, sequences = record.query.shape[0], record.kv_lens.shape[0]
-    queries = 1 if record.query_start is None else max(1, min(config.block_q, rows))
-    keys = max(1, min(config.block_kv, paged_cache.max_sequence_len(record)))
-    return PagedTiling(queries, keys, max(1, min(config.stack, sequences + rows // queries)))
+    queries = 1 if record.query_start is None else max(1, at_most(config.block_q, rows))
+    keys = max(1, at_most(config.block_kv, paged_cache.max_sequence_len(record)))
+    return PagedTiling(queries, keys, max(1, at_most(config.stack, sequences + rows // queries)))
 
 
 def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) -> PagedTiles:
@@ -106,10 +110,10 @@ def candidates(record: PagedAttention, device: DeviceInfo, direction: Direction)
 
 def _default_tiles(record: PagedAttention, device: DeviceInfo, keys: int) -> PagedTiles:
     """Returns query tiles of the average length of a sequence's queries; as many at once as keep their keys close."""
-    rows, sequences = record.query.shape[0], max(1, record.kv_lens.shape[0])
-    average = max(1, rows // sequences)
+    sequences = max(1, known_or(record.kv_lens.shape[0], ASSUMED_SEQUENCES))
+    average = max(1, known_or(record.query.shape[0] // sequences, ASSUMED_QUERIES))
     queries = min(MAX_BLOCK_Q, 2 ** (average - 1).bit_length())
-    keys = max(1, min(keys, paged_cache.max_sequence_len(record)))
+    keys = max(1, at_most(keys, paged_cache.max_sequence_len(record)))
     key_elements = keys * paged_cache.kv_heads(record) * key_head_dim(record)
     score_elements = keys * record.query.shape[1] * queries
     stack = max(1, MAX_GATHERED_ELEMENTS[device.platform] // max(1, key_elements, score_elements))

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from ejkernel.arithmetic import at_most, known_or
 from ejkernel.families.recurrent_network import RecurrentNetwork
 from ejkernel.ops.params import Direction
 from ejkernel_xla.sizes import check_positive
@@ -10,6 +11,9 @@ from ejkernel_xla.sizes import check_positive
 CACHED_TOKENS = {"forward": 256, "backward": 512}
 """Tokens of all rows in one product on a CPU: enough for efficient products, few enough that the results fit a cache.
 The backward pass has more, since it also adds products to the gradients of weights."""
+
+ASSUMED_ROWS, ASSUMED_TOKENS = 8, 256
+"""Rows and tokens for which blocks are planned if their counts are symbolic."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +40,9 @@ PUBLIC_FIELDS = {"block_t": "block_t", "unroll": "unroll"}
 
 def heuristic(record: RecurrentNetwork, device: Any, direction: Direction) -> TokenBlocks:
     """Returns the blocks for a record on a device, not measured."""
-    tokens = _tokens_in_cache(record, direction) if device.platform == "cpu" else record.x.shape[1]
+    tokens = (
+        _tokens_in_cache(record, direction) if device.platform == "cpu" else known_or(record.x.shape[1], ASSUMED_TOKENS)
+    )
     return TokenBlocks(block_t=max(1, tokens), unroll=1)
 
 
@@ -54,4 +60,4 @@ def candidates(record: RecurrentNetwork, device: Any, direction: Direction) -> t
 
 def _tokens_in_cache(record: RecurrentNetwork, direction: Direction) -> int:
     rows, tokens, _ = record.x.shape
-    return max(1, min(tokens, CACHED_TOKENS[direction] // max(1, rows)))
+    return max(1, at_most(CACHED_TOKENS[direction] // max(1, known_or(rows, ASSUMED_ROWS)), tokens))

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from ejkernel.arithmetic import at_most, known_or
 from ejkernel.families.segment_pooling import SegmentPooling
 from ejkernel.ops.device import current_device
 from ejkernel.ops.params import Direction
@@ -30,10 +31,13 @@ class TokenTiles:
 PUBLIC_FIELDS = {"block_size": "block_size"}
 """Public configuration field -> field of this."""
 
+ASSUMED_TOKENS = 1024
+"""Tokens of a row for which tiles are planned if their count is symbolic."""
+
 
 def block_size(record: SegmentPooling, config: TokenTiles) -> int:
     """Returns tokens of a tile, no more than there are."""
-    return min(config.block_size, record.values.shape[1])
+    return at_most(config.block_size, record.values.shape[1])
 
 
 def rows_per_step(size: int) -> int:
@@ -71,4 +75,4 @@ def _typical_length(record: SegmentPooling) -> int:
 
 def _mean_length(record: SegmentPooling) -> int:
     """Returns tokens a pool, on average."""
-    return record.values.shape[1] // (1 if record.ranges is None else record.ranges.shape[0])
+    return known_or(record.values.shape[1], ASSUMED_TOKENS) // (1 if record.ranges is None else record.ranges.shape[0])

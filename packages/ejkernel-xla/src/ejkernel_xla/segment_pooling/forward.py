@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.arithmetic import cdiv
+from ejkernel.arithmetic import cdiv, is_symbolic
 from ejkernel.families.segment_pooling import SegmentPooling, accumulator, pool_bounds
 from ejkernel.planning.fixed_tiles import map_tiles, pad_axis
 from ejkernel_xla.segment_pooling.config import TokenTiles, block_size, rows_per_step
@@ -79,6 +79,8 @@ def _chunk_sums(record: SegmentPooling) -> jax.Array:
     """Returns sums over chunks of equal size, [B, M, H, D]."""
     values, size = _values_within_lengths(record), record.chunk_size
     rows, tokens, *channels = values.shape
+    if is_symbolic(tokens):  # it is not known whether there is a rest
+        return jnp.sum(_chunks(record).reshape(rows, -1, size, *channels), axis=2, dtype=accumulator(record))
     whole = tokens // size * size
     chunks = values[:, :whole].reshape(rows, whole // size, size, *channels)
     sums = jnp.sum(chunks, axis=2, dtype=accumulator(record))

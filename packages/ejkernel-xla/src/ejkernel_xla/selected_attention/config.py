@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from ejkernel.arithmetic import known_or
 from ejkernel.families.selected_attention import SelectedAttention, blocks_per_query, num_listable_blocks
 from ejkernel.ops.params import Direction
 from ejkernel_xla.sizes import check_positive
@@ -12,6 +13,9 @@ ROWS_PER_BLOCK = 512
 still fit into a cache."""
 MAX_BLOCK_Q = 256
 """Most queries per tile: longer ones fill up with nothing after the last query of a block."""
+
+ASSUMED_QUERIES, ASSUMED_BLOCKS = 256, 2**16
+"""Queries whose lists are sorted together, and blocks, if their counts are symbolic."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,5 +62,5 @@ def _with_default_sizes(record: SelectedAttention, rows: int) -> SelectedTiles:
 
 def _max_sorted_queries(record: SelectedAttention) -> int:
     """Returns the most queries whose pairs of block and slot can be numbered in 32 bits, for the sort."""
-    pairs = (num_listable_blocks(record) + 1) * max(1, blocks_per_query(record))
-    return max(1, min(record.query.shape[1], 2**31 // pairs))
+    pairs = (known_or(num_listable_blocks(record), ASSUMED_BLOCKS) + 1) * max(1, blocks_per_query(record))
+    return max(1, min(known_or(record.query.shape[1], ASSUMED_QUERIES), 2**31 // pairs))

@@ -14,12 +14,15 @@ from jax import lax
 
 from ejkernel.families.selective_scan import SelectiveScan, accumulator
 from ejkernel.families.selective_scan.scan_sequences import backward_with_slot_states
+from ejkernel.planning.fixed_tiles import pad_axis
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.selective_scan.config import ScanSteps
 from ejkernel_xla.selective_scan.kernels.chunk import chunk_cotangents
 from ejkernel_xla.selective_scan.plan import (
+    TOKEN_FIELDS,
     chunk_at,
     cut,
+    fill_last_chunk,
     intervals,
     load,
     num_chunks,
@@ -29,9 +32,6 @@ from ejkernel_xla.selective_scan.plan import (
 )
 
 Gradients = dict[str, jax.Array]
-
-TOKEN_FIELDS = ("x", "step", "write", "read")
-"""Fields with something for every token."""
 
 
 @backward_with_slot_states
@@ -45,8 +45,8 @@ def backward(pullback: Pullback, config: ScanSteps) -> Gradients:
     Returns:
         Each requested gradient, in its field's shape and dtype.
     """
-    record, dtype = pullback.record, accumulator(pullback.record)
-    outputs, final = pullback.cotangent
+    record, dtype, final = fill_last_chunk(pullback.record), accumulator(pullback.record), pullback.cotangent[1]
+    outputs = pad_axis(pullback.cotangent[0], 1, record.x.shape[1] - pullback.record.x.shape[1])
     decay, skip = record.decay.T.astype(dtype), record.skip.astype(dtype)
 
     after, packed = jnp.swapaxes(final, 1, 2).astype(dtype), intervals(record)
@@ -82,8 +82,10 @@ def backward(pullback: Pullback, config: ScanSteps) -> Gradients:
     start = (grads, sums, after if packed is None else jnp.zeros_like(after[:1]), after)
     grads, sums, _, state = lax.fori_loop(jnp.int32(0), jnp.int32(num_chunks(record)), chunk, start)
     gradients = {**grads, "decay": sums["decay"].T, "skip": sums["skip"], "initial_state": jnp.swapaxes(state, 1, 2)}
-    return {name: _in_field_dtype(record, name, gradients[name]) for name in sorted(pullback.grad_fields)}
+    return {name: _as_field(pullback.record, name, gradients[name]) for name in sorted(pullback.grad_fields)}
 
 
-def _in_field_dtype(record: SelectiveScan, name: str, gradient: jax.Array) -> jax.Array:
-    return gradient.astype(getattr(record, name).dtype)
+def _as_field(record: SelectiveScan, name: str, gradient: jax.Array) -> jax.Array:
+    """Returns a gradient in its field's dtype, without what fills up the last chunk."""
+    field = getattr(record, name)
+    return (gradient[:, : field.shape[1]] if name in TOKEN_FIELDS else gradient).astype(field.dtype)

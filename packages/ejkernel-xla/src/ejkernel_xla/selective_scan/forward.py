@@ -13,6 +13,7 @@ from ejkernel_xla.selective_scan.kernels.chunk import advance, advance_token_by_
 from ejkernel_xla.selective_scan.plan import (
     chunk_at,
     cut,
+    fill_last_chunk,
     intervals,
     load,
     num_chunks,
@@ -36,7 +37,8 @@ def forward(record: SelectiveScan, config: ScanSteps) -> tuple[tuple[jax.Array, 
     """
     if config.batch_invariant and record.cu_seqlens is None:
         return forward_in_tiles(lambda row: _forward(row, config), record, FAMILY.axes_of(record), "b", block=1)
-    return _forward(record, config)
+    (output, final), residuals = _forward(fill_last_chunk(record), config)
+    return (output[:, : record.x.shape[1]], final), residuals
 
 
 def _forward(record: SelectiveScan, config: ScanSteps) -> tuple[tuple[jax.Array, jax.Array], ScanResiduals]:

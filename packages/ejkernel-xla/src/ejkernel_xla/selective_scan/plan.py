@@ -1,14 +1,16 @@
 """The chunks of a record: `TOKENS_PER_STORED_STATE` tokens each, from one stored state to the next."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.arithmetic import cdiv
+from ejkernel.arithmetic import cdiv, is_symbolic
 from ejkernel.families.selective_scan import TOKENS_PER_STORED_STATE, SelectiveScan, accumulator, packed_scan
 from ejkernel.families.selective_scan.packed_scan import IntervalTable
+from ejkernel.planning.fixed_tiles import pad_axis
 from ejkernel_xla.selective_scan.kernels.chunk import ChunkTokens
 
 
@@ -31,6 +33,21 @@ class ChunkSlice(NamedTuple):
     ends_sequence: jax.Array | None = None
 
 
+TOKEN_FIELDS = ("x", "step", "write", "read")
+"""Fields with something for every token."""
+
+
+def fill_last_chunk(record: SelectiveScan) -> SelectiveScan:
+    """Returns the record with steps of 0 up to a whole chunk, if the count of its tokens is symbolic: it may be smaller
+    than a chunk, which cannot then be moved back.
+    """
+    tokens = record.x.shape[1]
+    if not is_symbolic(tokens):
+        return record
+    missing = cdiv(tokens, TOKENS_PER_STORED_STATE) * TOKENS_PER_STORED_STATE - tokens
+    return dataclasses.replace(record, **{name: pad_axis(getattr(record, name), 1, missing) for name in TOKEN_FIELDS})
+
+
 def num_chunks(record: SelectiveScan) -> int:
     """Returns number of chunks; of packed sequences the most that there can be."""
     tokens = record.x.shape[1]
@@ -47,7 +64,7 @@ def intervals(record: SelectiveScan) -> IntervalTable | None:
 def chunk_at(record: SelectiveScan, packed: IntervalTable | None, n: jax.Array) -> ChunkSlice:
     """Returns the nth chunk."""
     tokens = record.x.shape[1]
-    length = min(TOKENS_PER_STORED_STATE, tokens)
+    length = TOKENS_PER_STORED_STATE if is_symbolic(tokens) else min(TOKENS_PER_STORED_STATE, tokens)
     at = None if packed is None else IntervalTable(*(lax.dynamic_index_in_dim(x, n, keepdims=False) for x in packed))
     first = n * TOKENS_PER_STORED_STATE if at is None else at.begin
     start = jnp.minimum(first, tokens - length)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.arithmetic import at_most
 from ejkernel.families.token_sparse_attention import (
     TokenSparseAttention,
     accumulator,
@@ -52,7 +53,7 @@ def backward(pullback: Pullback, config: QueryTile) -> dict[str, jax.Array]:
 
 def _head_gradients(head: HeadRows, record: TokenSparseAttention, config: QueryTile) -> Arrays:
     """Returns the gradients of one batch row and KV head: of queries, keys, and values (None of a slice of keys)."""
-    block, dtype = min(config.block_q, head.query.shape[0]), accumulator(record)
+    block, dtype = at_most(config.block_q, head.query.shape[0]), accumulator(record)
     tiles = (
         split_into_tiles(head.query, block),
         split_into_tiles(head.indices, block, fill=-1),

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.arithmetic import at_most
 from ejkernel.families.tiled_attention import SoftmaxResiduals
 from ejkernel.families.token_sparse_attention import FAMILY, TokenSparseAttention, accumulator, decode_keys
 from ejkernel.planning.precision import product_precision
@@ -38,7 +39,7 @@ def forward(record: TokenSparseAttention, config: QueryTile) -> tuple[jax.Array,
 
 def _head(head: HeadRows, record: TokenSparseAttention, config: QueryTile) -> tuple[jax.Array, jax.Array]:
     """Returns output [T, g, Dv] and lse [T, g] of one batch row and KV head."""
-    block = min(config.block_q, head.query.shape[0])
+    block = at_most(config.block_q, head.query.shape[0])
     tiles = (
         split_into_tiles(head.query, block),
         split_into_tiles(head.indices, block, fill=-1),

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import is_symbolic
 from ejkernel.families.causal_convolution.record import CausalConvolution, states
 
 States = jax.Array
@@ -12,6 +13,12 @@ def final_states(record: CausalConvolution) -> States:
     """Returns the last W - 1 tokens of every sequence, [B, C, W - 1] or [N, C, W - 1], in x's dtype."""
     before, num_state_tokens = states(record), record.weight.shape[1] - 1
     tokens = record.x.shape[1]
+    if record.cu_seqlens is None and is_symbolic(tokens):
+        longer = jnp.pad(jnp.swapaxes(record.x, 1, 2), ((0, 0), (0, 0), (num_state_tokens, 0)))
+        last = longer[:, :, tokens:]
+        index = jnp.arange(num_state_tokens, dtype=jnp.int32) + jnp.int32(tokens)
+        carried = before.at[:, :, index].get(mode="fill", fill_value=0)
+        return jnp.where(index < num_state_tokens, carried, last)
     if record.cu_seqlens is None:
         last = jnp.swapaxes(record.x[:, max(0, tokens - num_state_tokens) :], 1, 2)
         return jnp.concatenate([before, last], axis=2)[:, :, before.shape[2] + last.shape[2] - num_state_tokens :]
@@ -38,6 +45,13 @@ def add_state_gradients(
     num_state_tokens, tokens = record.weight.shape[1] - 1, record.x.shape[1]
     if num_state_tokens == 0:
         return dx, dinitial_states
+    if record.cu_seqlens is None and is_symbolic(tokens):
+        index = jnp.arange(num_state_tokens, dtype=jnp.int32) + jnp.int32(tokens)
+        is_carried = index < num_state_tokens
+        rows = jnp.swapaxes(jnp.where(is_carried, 0, cotangent), 1, 2).astype(dx.dtype)
+        dx += jnp.pad(rows, ((0, 0), (tokens, 0), (0, 0)))[:, num_state_tokens:]
+        carried = jnp.where(is_carried, cotangent, 0).astype(dinitial_states.dtype)
+        return dx, dinitial_states.at[:, :, index].add(carried, mode="drop")
     if record.cu_seqlens is None:
         num_last = min(num_state_tokens, tokens)
         last = jnp.swapaxes(cotangent[:, :, num_state_tokens - num_last :], 1, 2).astype(dx.dtype)

@@ -15,6 +15,7 @@ from jax import lax
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.paged_attention.record import PagedAttention
 from ejkernel.planning import turboquant
+from ejkernel.planning.sorted_search import count_at_most
 
 COMBINED_LAYOUT = "pshcd"
 """The layout in which one array holds keys (component 0) and values (component 1)."""
@@ -148,8 +149,7 @@ def query_tiles(
     count = cdiv(rows_of, size)
     ends = jnp.cumsum(count, dtype=jnp.int32)
     tile = jnp.arange(cdiv(bound, count_multiple) * count_multiple, dtype=jnp.int32)
-    # Unrolled: as a loop, the search is a chain of small launches in front of a kernel of a tenth of a millisecond.
-    tile_sequence = jnp.searchsorted(ends, tile, side="right", method="scan_unrolled").astype(jnp.int32)
+    tile_sequence = count_at_most(ends, tile)
     sequence = jnp.minimum(tile_sequence, starts.shape[0] - 1)
     skipped = (tile - (ends - count)[sequence]) * size
     rows = jnp.where(tile < ends[-1], jnp.clip(rows_of[sequence] - skipped, 0, size), 0)
@@ -162,7 +162,7 @@ def token_sequences_and_positions(record: PagedAttention) -> tuple[jax.Array, ja
     starts, lengths = query_ranges(record)
     token = jnp.arange(record.query.shape[0], dtype=jnp.int32)
     ends = lax.cummax(jnp.where(lengths > 0, starts + lengths, 0))
-    token_sequence = jnp.searchsorted(ends, token, side="right", method="scan_unrolled").astype(jnp.int32)
+    token_sequence = count_at_most(ends, token)
     sequence = jnp.minimum(token_sequence, starts.shape[0] - 1)
     offset = token - starts[sequence]
     in_sequence = (token_sequence == sequence) & (offset >= 0) & (offset < lengths[sequence])

@@ -38,7 +38,7 @@ def pool_bounds(record: SegmentPooling) -> tuple[jax.Array, jax.Array]:
     if record.ranges is not None:
         return record.ranges[None, :, 0], record.ranges[None, :, 1]
     tokens = record.values.shape[1]
-    first = jnp.arange(0, tokens, record.chunk_size, dtype=jnp.int32)[None]
+    first = (jnp.arange(cdiv(tokens, record.chunk_size), dtype=jnp.int32) * record.chunk_size)[None]
     end = jnp.int32(tokens) if record.lengths is None else record.lengths[:, None]
     return jnp.minimum(first, end), jnp.minimum(first + record.chunk_size, end)
 

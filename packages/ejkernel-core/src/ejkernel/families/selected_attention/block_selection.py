@@ -6,11 +6,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.arithmetic import cdiv
+from ejkernel.arithmetic import at_most, cdiv, is_symbolic, known_or
 from ejkernel.planning.precision import product_precision
+from ejkernel.planning.sorted_search import count_at_most
 
 MAX_SCORES_AT_ONCE = 2**20
 """Scores of queries and blocks held at once."""
+
+ASSUMED_ROWS, ASSUMED_BLOCKS = 8, 128
+"""Batch rows and blocks for which memory is planned if their counts are symbolic."""
 
 
 class BlockPositions(NamedTuple):
@@ -34,10 +38,8 @@ class BlockPositions(NamedTuple):
 def current_blocks(block_positions: BlockPositions) -> jax.Array:
     """Returns the block that holds each query's position, [B|1, T] int32; -1 for padding."""
     shape = block_positions.query_positions.shape
-    after = jnp.searchsorted(
-        block_positions.starts, block_positions.query_positions.reshape(-1), side="right", method="scan_unrolled"
-    )
-    current = after.astype(jnp.int32).reshape(shape) - 1
+    after = count_at_most(block_positions.starts, block_positions.query_positions.reshape(-1))
+    current = after.reshape(shape) - 1
     return (
         current
         if block_positions.query_segment_ids is None
@@ -64,9 +66,10 @@ def select_blocks(
     """
     query, keys = lax.stop_gradient((query, keys))
     rows, tokens, heads, _ = query.shape
-    tile = max(1, min(tokens, MAX_SCORES_AT_ONCE // max(1, rows * heads * keys.shape[1])))
+    scores = known_or(rows, ASSUMED_ROWS) * heads * known_or(keys.shape[1], ASSUMED_BLOCKS)
+    tile = max(1, at_most(MAX_SCORES_AT_ONCE // max(1, scores), tokens))
     tiles = cdiv(tokens, tile)
-    others = max(0, min(count, keys.shape[1]) - 1)
+    others = max(0, at_most(count, keys.shape[1]) - 1)
     current = current_blocks(block_positions)
     if not others:
         shape = (rows, tokens, keys.shape[2], count)
@@ -129,6 +132,9 @@ def _indices_of_largest(weights: jax.Array, count: int) -> jax.Array:
     *leading_shape, blocks = weights.shape
     if not count:
         return jnp.zeros((*leading_shape, 0), jnp.int32)
-    values, indices = lax.top_k(weights.reshape(-1, blocks)[:, ::-1], count)
+    rows = weights.reshape(-1, blocks)[:, ::-1]
+    if is_symbolic(blocks):  # there may be fewer
+        rows = jnp.pad(rows, ((0, 0), (0, count)), constant_values=-1)
+    values, indices = lax.top_k(rows, count)
     indices = jnp.where(values >= 0, blocks - 1 - indices.astype(jnp.int32), -1)
     return indices.reshape(*leading_shape, count)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from ejkernel.arithmetic import is_symbolic
 from ejkernel.families import expert_routing as family
 from ejkernel.modules.operations.cases import expert_routing as cases
 from ejkernel.modules.operations.configs import ExpertRoutingConfig
@@ -116,7 +117,7 @@ def validate(args: ExpertRoutingArguments) -> None:
     check_dtype("logits", args.logits, jnp.floating, "a floating dtype")
     if args.top_k > sizes["E"]:
         raise ValueError(f"top_k: got {args.top_k}, wants at most the {sizes['E']} experts")
-    if sizes["T"] * args.top_k >= 2**31:
+    if not is_symbolic(sizes["T"]) and sizes["T"] * args.top_k >= 2**31:
         raise ValueError(f"logits: got shape {tuple(args.logits.shape)}, wants fewer than 2**31 rows of experts")
     if args.scores is None:
         for name, default in _SCORE_ARGUMENT_DEFAULTS.items():

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
+from ejkernel.arithmetic import at_most
 from ejkernel.families import segment_pooling
 from ejkernel.families.segment_pooling import SegmentPooling, chunk_ranges
 from ejkernel.modules.operations.cases import mean_pooling as cases
@@ -123,7 +124,7 @@ def lower(args: MeanPoolingArguments) -> SegmentPooling:
     """Returns the pooling record of a call."""
     values, size = _with_row_and_head_axes(args.x), _chunk_size(args)
     rows, tokens = values.shape[:2]
-    whole = SegmentPooling(values=values, chunk_size=tokens if size is None else min(size, tokens))
+    whole = SegmentPooling(values=values, chunk_size=tokens if size is None else at_most(size, tokens))
     if args.cu_seqlens is None:
         return whole
     bounds = args.cu_seqlens.astype(jnp.int32)
@@ -133,7 +134,7 @@ def lower(args: MeanPoolingArguments) -> SegmentPooling:
     ranges = (
         jnp.stack([bounds[:-1], bounds[1:]], axis=1)
         if size is None
-        else chunk_ranges(bounds, min(size, tokens), tokens)
+        else chunk_ranges(bounds, at_most(size, tokens), tokens)
     )
     return dataclasses.replace(whole, ranges=ranges)
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
+from ejkernel.arithmetic import at_most
 from ejkernel.families import selected_attention
 from ejkernel.families.selected_attention import SelectedAttention
 from ejkernel.modules.operations.cases import native_sparse_attention as cases
@@ -230,7 +231,7 @@ def lower(args: NativeSparseAttentionArguments) -> SelectedAttention:
     if args.block_indices is None:
         assert means is not None  # `validate` wants gates or blocks
         assert isinstance(args.block_counts, StaticBlockCount)  # `validate` wants gates or blocks
-        selected = min(args.block_counts.count, means[0].shape[1])
+        selected = at_most(args.block_counts.count, means[0].shape[1])
     is_self_attention = not _rows_are_requests(args) and args.cu_seqlens_k is None and queries == keys
     return SelectedAttention(
         query=args.query,

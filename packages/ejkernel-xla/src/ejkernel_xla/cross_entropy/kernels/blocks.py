@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.arithmetic import cdiv
+from ejkernel.arithmetic import cdiv, is_symbolic
 from ejkernel.families.cross_entropy import CrossEntropy, accumulator, smoothed_targets
+from ejkernel.planning.fixed_tiles import pad_axis
 from ejkernel.planning.precision import product_precision
+from ejkernel_xla.cross_entropy.config import ALL_TOKENS
 
 
 class AxisSpan(NamedTuple):
@@ -47,17 +49,31 @@ class VocabularyBlock(NamedTuple):
 
 def loop_over_spans(total: int, size: int, body: Callable[[AxisSpan, Any], Any], carry: Any) -> Any:
     """Calls `body(span, carry)` for each span of an axis and returns the last carry; a single span needs no loop."""
-    size = min(size, total)
+    # `fill_token_blocks` has left no short block of tokens.
+    is_whole = size == ALL_TOKENS if is_symbolic(total) else size > total
+    size = total if is_whole else size
     if not size:
         return carry
 
     def step(i: Any, carry: Any) -> Any:
-        start = jnp.minimum(i * size, total - size)
+        start = jnp.minimum(i * size, jnp.asarray(total - size))
         return body(AxisSpan(start, size, start + jnp.arange(size) >= i * size), carry)
 
     if size == total:
         return body(AxisSpan(0, size, jnp.ones(size, bool)), carry)
     return lax.fori_loop(0, cdiv(total, size), step, carry)
+
+
+def fill_token_blocks(record: CrossEntropy, block_t: int) -> CrossEntropy:
+    """Returns the record with tokens of weight 0 up to a whole block, if the count of its tokens is symbolic: there
+    may be fewer than in a block.
+    """
+    tokens = record.weights.shape[0]
+    if not is_symbolic(tokens) or block_t == ALL_TOKENS:
+        return record
+    missing = cdiv(tokens, block_t) * block_t - tokens
+    arrays = {name: getattr(record, name) for name in ("inputs", "targets", "weights", "soft_targets")}
+    return dataclasses.replace(record, **{name: pad_axis(x, 0, missing) for name, x in arrays.items() if x is not None})
 
 
 def cut(array: jax.Array, span: AxisSpan, axis: int) -> jax.Array:

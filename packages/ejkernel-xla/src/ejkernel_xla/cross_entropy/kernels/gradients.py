@@ -1,6 +1,6 @@
 """Gradients of some tokens' losses with respect to the logits, and of what the logits are made of."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -110,9 +110,11 @@ def add_block(sums: GradientSums, record: CrossEntropy, gradient: jax.Array, ent
     return sums
 
 
-def finish_gradients(sums: GradientSums, record: CrossEntropy, factor: jax.Array) -> dict[str, jax.Array]:
-    """Returns the gradients by field, in the fields' dtypes; sums over tokens are multiplied by a factor."""
-    found = {"inputs": sums.inputs} if sums.inputs is not None else {}
+def finish_gradients(sums: GradientSums, record: CrossEntropy, tokens: Any, factor: jax.Array) -> dict[str, jax.Array]:
+    """Returns the gradients by field, in the fields' dtypes, those of inputs without what fills up their last block;
+    sums over tokens are multiplied by a factor.
+    """
+    found = {"inputs": sums.inputs[:tokens]} if sums.inputs is not None else {}
     for name in ("lm_head", "lm_head_bias"):
         if (total := getattr(sums, name)) is not None:
             found[name] = (total * factor).astype(getattr(record, name).dtype)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.arithmetic import cdiv
+from ejkernel.arithmetic import at_most, cdiv, is_symbolic
 from ejkernel.families.linear_recurrence import (
     TOKEN_FIELDS,
     LinearRecurrence,
@@ -20,6 +20,7 @@ from ejkernel.families.linear_recurrence import (
     num_state_heads,
     real_and_segment_start_tokens,
 )
+from ejkernel.planning.fixed_tiles import pad_axis
 from ejkernel_xla.linear_recurrence.kernels.chunk import ChunkTokens
 from ejkernel_xla.tiled_attention.plan import add, put, take
 
@@ -46,7 +47,8 @@ class Chunking:
 
     Attributes:
         length: Tokens per chunk, a power of two and at most T.
-        tokens: T.
+        tokens: T, those that fill up the last chunk among them.
+        num_real: T without those.
         max_chunks: The most chunks there can be.
         count: How many there are; traced for packed sequences.
         bounds: int32 [N + 1] cumulative lengths of packed sequences; None without packing.
@@ -55,7 +57,8 @@ class Chunking:
     """
 
     length: int
-    tokens: int
+    tokens: Any
+    num_real: Any
     max_chunks: int
     count: Any
     bounds: jax.Array | None
@@ -66,7 +69,7 @@ class Chunking:
         """Returns the chunk at a step."""
         if self.bounds is None or self.last is None:
             first = step * self.length
-            return ChunkSlice(0, jnp.minimum(first, self.tokens - self.length), first, self.tokens)
+            return ChunkSlice(0, jnp.minimum(first, self.tokens - self.length), first, self.num_real)
         sequence = jnp.searchsorted(self.last, step, side="right").astype(jnp.int32)
         begin, end = self.bounds[sequence], self.bounds[sequence + 1]
         chunks = cdiv(end - begin, self.length)
@@ -76,25 +79,54 @@ class Chunking:
     @property
     def has_no_masked_token(self) -> bool:
         """Returns whether no token of any chunk is masked."""
-        return self.bounds is None and self.real_and_start_tokens is None and self.tokens % self.length == 0
+        has_masked_chunk = is_symbolic(self.tokens) or self.tokens % self.length != 0
+        return self.bounds is None and self.real_and_start_tokens is None and not has_masked_chunk
 
 
-def make_chunking(record: LinearRecurrence, length: int) -> Chunking:
-    """Cuts a record with at least one token into chunks of at most `length` tokens."""
+def chunk_length(tokens: Any, length: int) -> int:
+    """Returns the tokens of a chunk, the largest power of 2 that is at most `length` and all tokens."""
+    return 2 ** (at_most(length, tokens).bit_length() - 1)
+
+
+def fill_last_chunk(record: LinearRecurrence, length: int) -> LinearRecurrence:
+    """Returns the record with padding up to a whole chunk, if the count of its tokens is symbolic: it may be smaller
+    than a chunk, which cannot then be moved back.
+    """
     tokens = record.query.shape[1]
-    length = 2 ** (min(length, tokens).bit_length() - 1)
+    if not is_symbolic(tokens):
+        return record
+    length = chunk_length(tokens, length)
+    missing = cdiv(tokens, length) * length - tokens
+    arrays = {name: getattr(record, name) for name in TOKEN_FIELDS}
+    padded = {name: pad_axis(x, 1, missing) for name, x in arrays.items() if x is not None and is_symbolic(x.shape[1])}
+    if record.segment_ids is not None:
+        padded["segment_ids"] = jnp.pad(record.segment_ids, ((0, 0), (0, missing)), constant_values=-1)
+    return dataclasses.replace(record, **padded)
+
+
+def make_chunking(record: LinearRecurrence, length: int, num_real: Any = None) -> Chunking:
+    """Cuts a record with at least one token into chunks of at most `length` tokens.
+
+    Args:
+        record: The record, as `fill_last_chunk` returns it.
+        length: Tokens per chunk, at most.
+        num_real: Tokens without those that fill up the last chunk; None for all.
+    """
+    tokens = record.query.shape[1]
+    num_real = tokens if num_real is None else num_real
+    length = chunk_length(tokens, length)
     roles = None if record.segment_ids is None else real_and_segment_start_tokens(record.segment_ids)
     if record.cu_seqlens is None:
         count = cdiv(tokens, length)
-        return Chunking(length, tokens, count, count, None, None, roles)
+        return Chunking(length, tokens, num_real, count, count, None, None, roles)
     # Lengths that are constants of the program would make the trip count and the offsets of slices constant
     # too. XLA for GPUs then evaluates an offset for each step, and fails to compile where it depends on a table that
     # the loop carries: "Failed to evaluate instruction ... since it depends on infeed or parameters".
     bounds = lax.optimization_barrier(record.cu_seqlens.astype(jnp.int32))
     sizes = jnp.diff(bounds)
     last = jnp.cumsum(jnp.where(sizes > 1, cdiv(sizes, length), 0), dtype=jnp.int32)
-    max_chunks = tokens // length + min(bounds.shape[0] - 1, tokens // 2)
-    return Chunking(length, tokens, max_chunks, last[-1], bounds, last, roles)
+    max_chunks = tokens // length + at_most(bounds.shape[0] - 1, tokens // 2)
+    return Chunking(length, tokens, num_real, max_chunks, last[-1], bounds, last, roles)
 
 
 def slices_of_chunk(record: LinearRecurrence, chunking: Chunking, at: ChunkSlice) -> dict[str, jax.Array]:

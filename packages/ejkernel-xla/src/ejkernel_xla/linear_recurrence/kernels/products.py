@@ -199,11 +199,11 @@ _repeat_with_gradient = with_gradients(1)(_repeat)
 
 def _expand_gradient(count: int, saved: tuple[int], cotangent: jax.Array) -> tuple[jax.Array]:
     # Halved by additions of slices, which vectorise along the last axis, as long as the count is even.
-    shared = cotangent.reshape(saved[0], -1, *cotangent.shape[1:])
+    shared = cotangent.reshape(-1, saved[0], *cotangent.shape[1:])
     while shared.shape[1] % 2 == 0:
         half = shared.shape[1] // 2
         shared = shared[:, :half] + shared[:, half:]
     return (shared.sum(axis=1),)
 
 
-_repeat_with_gradient.defvjp(lambda x, count: (_repeat(x, count), (x.shape[0],)), _expand_gradient)
+_repeat_with_gradient.defvjp(lambda x, count: (_repeat(x, count), (count // x.shape[0],)), _expand_gradient)

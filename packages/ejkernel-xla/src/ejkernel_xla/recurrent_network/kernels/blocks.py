@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from ejkernel.arithmetic import cdiv
+from ejkernel.arithmetic import cdiv, is_symbolic
 from ejkernel.families.recurrent_network import RecurrentNetwork, real_tokens
 
 
@@ -27,6 +27,8 @@ class Blocks:
     def of(cls, record: RecurrentNetwork, max_tokens: int, backwards: bool) -> "Blocks":
         """Returns the fewest blocks of at most `max_tokens` tokens, with as little padding as possible."""
         tokens = record.x.shape[1]
+        if is_symbolic(tokens):
+            return cls(tokens=tokens, length=max_tokens, backwards=backwards)
         count = cdiv(tokens, max(1, min(max_tokens, tokens)))
         return cls(tokens=tokens, length=cdiv(tokens, count), backwards=backwards)
 

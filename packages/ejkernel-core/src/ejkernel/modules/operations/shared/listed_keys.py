@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import is_symbolic
 from ejkernel.modules.operations.shared.conditions import value_range_condition
 from ejkernel.modules.operations.shared.shapes import check_dtype, check_not_empty, check_shape
 from ejkernel.ops.values import Condition
@@ -16,7 +17,9 @@ from ejkernel.types.integers import clamp_to_int32
 def checked_indices(indices: jax.Array, keys: int) -> jax.Array:
     """Returns indices as int32, -1 for those outside of 0..keys - 1."""
     listed = indices >= 0
-    if keys <= jnp.iinfo(indices.dtype).max:  # no index of this dtype is above a larger number of keys
+    if (
+        is_symbolic(keys) or keys <= jnp.iinfo(indices.dtype).max
+    ):  # no index of this dtype is above a larger number of keys
         listed &= indices < keys
     return jnp.where(listed, indices.astype(jnp.int32), -1)
 

@@ -25,6 +25,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.arithmetic import is_symbolic
 from ejkernel.modules.operations.shared.conditions import (
     PagedBatch,
     packed_qq_bias_conditions,
@@ -156,9 +157,9 @@ def packed_sequence_conditions(
         num_live=None if live_argument is None else (live_argument, getattr(args, live_argument)),
     )
     yield from paged_batch_conditions(batch)
-    tables, sequences = getattr(batch.tables[1], "shape", ()), max(1, *getattr(batch.lengths[1], "shape", ()))
-    if _get(args, "shared_prefix") is not None:
-        capacity = math.prod(tables) // sequences * page_size
+    tables, lengths = (getattr(x, "shape", ()) for x in (batch.tables[1], batch.lengths[1]))
+    if _get(args, "shared_prefix") is not None and not any(map(is_symbolic, (*tables, *lengths))):
+        capacity = math.prod(tables) // max(1, *lengths) * page_size
         yield from shared_prefix_conditions(args.shared_prefix, batch.lengths, capacity, batch.starts, batch.num_live)
     if len(getattr(_get(args, "qq_bias"), "shape", ())) == 1:
         yield from packed_qq_bias_conditions(args.qq_bias.shape[0], batch.starts, batch.num_live)
