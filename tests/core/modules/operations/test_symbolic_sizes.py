@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ejkernel import modules
+from ejkernel.quantization import quantize
 
 SIZES = ({"b": 1, "t": 1, "r": 1}, {"b": 3, "t": 21, "r": 3})
 """One token, which is fewer than any tile has, and several."""
@@ -135,6 +136,22 @@ def test_one_program_serves_every_size(call):
         inputs = {key: array_of(text, sizes, random) for key, text in arrays.items()}
         for got, want in zip(*map(jax.tree.leaves, (program.call(inputs), run(inputs))), strict=True):
             np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("mode", ["affine", "nvfp4"])
+def test_one_program_multiplies_any_number_of_rows_with_a_quantised_matrix(mode):
+    matrix = jax.random.normal(jax.random.key(0), (64, 48))
+    w, scales, rest = quantize(matrix, mode=mode)
+    options = {"zeros": rest} if mode == "affine" else {"tensor_scale": rest}
+
+    def run(x):
+        return modules.quantized_matmul(x, w, scales, mode=mode, transpose=True, **options)
+
+    shape = jax.export.symbolic_shape("b, t, 64")
+    program = jax.export.export(jax.jit(run))(jax.ShapeDtypeStruct(shape, jnp.float32))
+    for sizes in SIZES:
+        x = jax.random.normal(jax.random.key(1), (sizes["b"], sizes["t"], 64))
+        np.testing.assert_allclose(program.call(x), run(x), rtol=2e-5, atol=2e-5)
 
 
 def test_a_batch_invariant_block_names_the_sizes_that_have_to_be_numbers():

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 
 from ejkernel._collective_calls import call_without_varying_axes
+from ejkernel.arithmetic import is_symbolic
 from ejkernel.ops.batch_invariance import is_batch_invariant
 from ejkernel.ops.device import current_device
 from ejkernel.planning.fixed_tiles import TILE_ROWS, map_tiles
@@ -106,7 +107,7 @@ def compute_rows_in_tiles(
         tile_rows: As above.
     """
     lead = rows[0].shape[:axes]
-    is_plain = not fixed or not all(isinstance(size, int) for size in lead) or not math.prod(lead)
+    is_plain = not fixed or any(map(is_symbolic, lead)) or not math.prod(lead)
     call = _RowFunction(function, axes, tile_rows)
     return call(rows, shared) if is_plain else _in_tiles(call, rows, shared)
 

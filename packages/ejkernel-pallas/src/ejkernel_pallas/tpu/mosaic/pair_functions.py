@@ -47,7 +47,8 @@ def _float_distances(jaxpr: Jaxpr, distances: Distances) -> dict[Any, jax.Array]
     sources = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns}
     known: dict[Any, jax.Array] = {}
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name != "convert_element_type" or eqn.outvars[0].aval.dtype != jnp.float32:
+        output: Any = eqn.outvars[0]
+        if eqn.primitive.name != "convert_element_type" or output.aval.dtype != jnp.float32:
             continue
         source = _source(sources, eqn)
         is_absolute = source is not None and source.primitive.name == "abs"
