@@ -1,10 +1,14 @@
-"""Recurrences token by token in Triton's interpreter: values against a loop in float64, and bits of chunks in slots."""
+"""Recurrences token by token in Triton's interpreter: values against float64 loops, bits of chunks and first tokens."""
+
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
+from ejkernel.modules import rwkv6
+from ejkernel.ops import batch_invariant
 from ejkernel.ops.device import current_device
 from ejkernel_triton.linear_recurrence.steps import config
 from ejkernel_triton.linear_recurrence.steps.forward import forward
@@ -138,6 +142,28 @@ def check_bits_of_chunks_in_slots():
     assert np.asarray(slots[jnp.array([2, 0, 1])]).tobytes() == np.asarray(final[jnp.array([3, 0, 4])]).tobytes()
 
 
+def check_bits_of_first_tokens_of_rwkv6():
+    """Sequences in a packed row, whose first tokens read initial states, and each in a row alone."""
+    keys = jax.random.split(jax.random.key(0), 6)
+    r, k, v, w = (jax.random.normal(key, (1, TOKENS, HEADS, KEYS)) for key in keys[:4])
+    u, states = jax.random.normal(keys[4], (HEADS, KEYS)), jax.random.normal(keys[5], (3, HEADS, KEYS, KEYS))
+    tokens = (r, k, v, -jnp.exp(w - 4))
+    ends = (0, 40, 41, TOKENS)
+    options = {"cu_seqlens": jnp.array(ends), "return_state": True}
+    for reverse in (False, True):
+        options["reverse"] = reverse
+        want = rwkv6(*tokens, u, initial_state=states, platform="xla", **options)
+        with batch_invariant():
+            got = rwkv6(*tokens, u, initial_state=states, platform="triton", **options)
+            assert max(map(error, got, map(np.asarray, want))) < 2e-6
+            for n, (start, end) in enumerate(itertools.pairwise(ends)):
+                row, state = (x[:, start:end] for x in tokens), states[n : n + 1]
+                alone = rwkv6(*row, u, initial_state=state, reverse=reverse, return_state=True, platform="triton")
+                assert np.asarray(alone[0]).tobytes() == np.asarray(got[0][:, start:end]).tobytes()
+                assert np.asarray(alone[1]).tobytes() == np.asarray(got[1][n : n + 1]).tobytes()
+
+
 check_values()
 check_bits_of_chunks_in_slots()
+check_bits_of_first_tokens_of_rwkv6()
 print("same")

@@ -113,7 +113,7 @@ def validate(args: RWKV6Arguments) -> None:
 def lower(args: RWKV6Arguments) -> LinearRecurrence:
     """Returns the family's record of a call: each token reads, after its write, for the token that follows it."""
     record = _as_gated_linear_record(args)
-    if _reads_alone(args):
+    if is_batch_invariant():
         return _with_reading_tokens(record)
     following = jnp.pad(record.query[:, 1:], ((0, 0), (0, 1), (0, 0), (0, 0)))
     if record.cu_seqlens is not None:
@@ -127,7 +127,7 @@ def finish(args: RWKV6Arguments, output: tuple[jax.Array, jax.Array]) -> Any:
     """Returns the public result: what was read for each token, and the token's own term."""
     record = _as_gated_linear_record(args)
     if record.query.size:
-        if _reads_alone(args):
+        if is_batch_invariant():
             read = output[0][:, ::2].astype(accumulator(record))
         else:
             read = jnp.pad(output[0][:, :-1], ((0, 0), (1, 0), (0, 0), (0, 0))).astype(accumulator(record))
@@ -136,16 +136,9 @@ def finish(args: RWKV6Arguments, output: tuple[jax.Array, jax.Array]) -> Any:
     return rwkv.finish(args, output)
 
 
-def _reads_alone(args: RWKV6Arguments) -> bool:
-    """Returns whether each token is two in the record: in a `batch_invariant` block, the first token of a call reads
-    its initial state by the same program as the tokens after it.
-    """
-    return is_batch_invariant() and args.cu_seqlens is None
-
-
 def _with_reading_tokens(record: LinearRecurrence) -> LinearRecurrence:
     """Returns the record with a token before each that reads, writes nothing and does not decay; the others do not
-    read.
+    read. In a `batch_invariant` block, first tokens so read their initial state by the same program as the others.
     """
 
     def interleave(first: jax.Array, second: jax.Array) -> jax.Array:
@@ -153,7 +146,9 @@ def _with_reading_tokens(record: LinearRecurrence) -> LinearRecurrence:
 
     tokens = {name: getattr(record, name) for name in ("key", "value", "decay")}
     writes = {name: None if x is None else interleave(jnp.zeros_like(x), x) for name, x in tokens.items()}
-    return dataclasses.replace(record, query=interleave(record.query, jnp.zeros_like(record.query)), **writes)
+    query = interleave(record.query, jnp.zeros_like(record.query))
+    bounds = None if record.cu_seqlens is None else 2 * record.cu_seqlens
+    return dataclasses.replace(record, query=query, cu_seqlens=bounds, **writes)
 
 
 def _as_gated_linear_record(args: RWKV6Arguments) -> LinearRecurrence:
