@@ -23,7 +23,7 @@ def implementations(
     def refusal_reasons(record: CrossEntropy) -> Iterator[str]:
         yield from extra_reasons(record)
         if record.lm_head is None:
-            yield "lm_head is None: the kernel computes logits from hidden states"
+            yield "lm_head: got none, the kernels compute logits from hidden states"
 
     space = ConfigSpace.of(config, forward=config.LossTiles)
     return (
