@@ -3,24 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from log_gates import STRENGTHS, gates_of
 
 from ejkernel.modules import kernel_delta_attention
 
 TOKENS, HEADS, SIZE = 72, 2, 16
-STRENGTHS = ("mild", "initial", "harsh", "-inf")
-
-
-def gates_of(strength, key):
-    """Log gates per key channel: of trained models, as KDA initialises them, of normal logits, and resets."""
-    shape = (1, TOKENS, HEADS, SIZE)
-    x = jax.nn.log_sigmoid(jax.random.normal(key, shape))
-    if strength == "mild":
-        return x / 16
-    if strength == "initial":
-        rates, steps = jax.random.split(key)
-        dt = jnp.exp(jax.random.uniform(steps, shape, minval=np.log(1e-3), maxval=np.log(0.1)))
-        return -jax.random.uniform(rates, (HEADS, 1), minval=1.0, maxval=16.0) * dt
-    return x if strength == "harsh" else jnp.where(jax.random.uniform(key, shape) < 0.2, -jnp.inf, x)
 
 
 def loop(query, key, value, decay, beta):
@@ -63,7 +50,8 @@ def check(strength, dtype, most):
     query, key, value = (jax.random.normal(k, (1, TOKENS, HEADS, SIZE)) for k in keys[:3])
     key = key / jnp.linalg.norm(key, axis=-1, keepdims=True)
     tokens = tuple(x.astype(dtype) for x in (query, key, value))
-    decay, beta = gates_of(strength, keys[3]), jax.nn.sigmoid(jax.random.normal(keys[4], (1, TOKENS, HEADS)))
+    decay = gates_of(strength, keys[3], (1, TOKENS, HEADS, SIZE))
+    beta = jax.nn.sigmoid(jax.random.normal(keys[4], (1, TOKENS, HEADS)))
     output, state = jax.jit(lambda *x: call(*x, "triton"))(*tokens, decay, beta)
     for x, y in zip((output, state), loop(*tokens, decay, beta), strict=True):
         assert error(x, y) < most, (strength, dtype, error(x, y))

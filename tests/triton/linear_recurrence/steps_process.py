@@ -5,6 +5,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from log_gates import STRENGTHS, gates_of
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.modules import rwkv6
@@ -14,7 +15,6 @@ from ejkernel_triton.linear_recurrence.steps import config
 from ejkernel_triton.linear_recurrence.steps.forward import forward
 
 TOKENS, HEADS, KEYS, VALUES = 80, 2, 16, 12
-STRENGTHS = ("mild", "initial", "harsh", "-inf")
 KINDS = {
     "a gate per head": ("head",),
     "GLA": ("channels",),
@@ -23,19 +23,6 @@ KINDS = {
     "Mamba-2": ("head", "dt"),
     "gates of keys and values": ("channels", "values"),
 }
-
-
-def gates_of(strength, key, channels):
-    """Log gates: of trained models, as KDA and Mamba-2 initialise them, of normal logits, and resets."""
-    shape = (1, TOKENS, HEADS, channels)
-    x = jax.nn.log_sigmoid(jax.random.normal(key, shape))
-    if strength == "mild":
-        return x / 16
-    if strength == "initial":
-        rates, steps = jax.random.split(key)
-        dt = jnp.exp(jax.random.uniform(steps, shape, minval=np.log(1e-3), maxval=np.log(0.1)))
-        return -jax.random.uniform(rates, (HEADS, 1), minval=1.0, maxval=16.0) * dt
-    return x if strength == "harsh" else jnp.where(jax.random.uniform(key, shape) < 0.2, -jnp.inf, x)
 
 
 def record_of(kind, strength, dtype):
@@ -49,9 +36,9 @@ def record_of(kind, strength, dtype):
     key = key / jnp.linalg.norm(key, axis=-1, keepdims=True)
     fields = {"initial_state": normal(1, HEADS, KEYS, VALUES)}
     terms = KINDS[kind]
-    fields["decay"] = gates_of(strength, next(keys), 1 if "head" in terms else KEYS)
+    fields["decay"] = gates_of(strength, next(keys), (1, TOKENS, HEADS, 1 if "head" in terms else KEYS))
     if "values" in terms:
-        fields["value_decay"] = gates_of(strength, next(keys), VALUES)
+        fields["value_decay"] = gates_of(strength, next(keys), (1, TOKENS, HEADS, VALUES))
     if "beta" in terms:
         fields["beta"] = jax.nn.sigmoid(normal(1, TOKENS, HEADS))
     if "dt" in terms:

@@ -3,6 +3,9 @@
 import dataclasses
 from typing import Any
 
+ASSUMED_KEYS = 8192
+"""Keys for which memory is planned if their count is symbolic."""
+
 
 def check_positive(config: Any) -> None:
     """Refuses a configuration with a size that is none.

@@ -79,14 +79,14 @@ def test_a_mask_function_that_is_a_window_has_the_program_of_that_window():
 
 def test_differences_of_indices_in_float32_have_the_bits_of_converted_integers(monkeypatch):
     """Indices of more than half the limit are subtracted as integers."""
-    made, results, programs = CASES["functions of distances"], [], []
-    _, _, cotangent, _ = answers(made)
+    call, results, programs = CASES["functions of distances"], [], []
+    _, _, cotangent, _ = answers(call)
     for limit in (score_chunk.MAX_EXACT_INDEX, 600, 599):
         monkeypatch.setattr(score_chunk, "MAX_EXACT_INDEX", limit)
         jax.clear_caches()
         with interpreted():
-            results.append(attend(made, cotangent))
-            programs.append(str(jax.make_jaxpr(attend)(made, cotangent)))
+            results.append(attend(call, cotangent))
+            programs.append(str(jax.make_jaxpr(attend)(call, cotangent)))
     assert programs[0] == programs[1] != programs[2]
     for x, expected in zip(jax.tree.leaves(results[0]), jax.tree.leaves(results[2]), strict=True):
         np.testing.assert_array_equal(x, expected)

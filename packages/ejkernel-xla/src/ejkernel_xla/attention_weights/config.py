@@ -6,11 +6,8 @@ from typing import Any
 from ejkernel.arithmetic import at_most, known_or
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.params import Direction
-from ejkernel_xla.sizes import check_positive
+from ejkernel_xla.sizes import ASSUMED_KEYS, check_positive
 from ejkernel_xla.tiled_attention.plan import SCORES_PER_STEP, TilePlan, make_plan
-
-ASSUMED_KEYS = 8192
-"""Keys for which memory is planned if their count is symbolic."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from ejkernel.families.lightning_indexer import LightningIndexer, num_keys
 from ejkernel.ops.params import Direction
 from ejkernel.planning.fixed_tiles import TILE_ROWS
 from ejkernel_xla.query_tiles import MAX_NUMBERS_PER_STEP
-from ejkernel_xla.sizes import check_positive
+from ejkernel_xla.sizes import ASSUMED_KEYS, check_positive
 
 MAX_SCORES_ON_GPU, MAX_PRODUCTS_ON_GPU = 2**23, 2**26
 """Scores of a tile of queries on a GPU, and products of its heads with a tile of keys: 32 and 256 MiB of float32.
@@ -16,8 +16,6 @@ MAX_SCORES_ON_GPU, MAX_PRODUCTS_ON_GPU = 2**23, 2**26
 On an H200, 4096 queries of 64 heads select 2048 of 32768 keys in 50 ms. It takes 46 ms with four times as many scores,
 60 with the same tiles if they are merged, and 455 with the tiles of a CPU (docs/lab/token_sparse_attention_gpu.md).
 """
-ASSUMED_KEYS = 8192
-"""Keys for which memory is planned if their count is symbolic."""
 MIN_BLOCK_K = 512
 """Fewest keys per tile. Each tile is sorted together with the keys selected so far, so it has at least as many."""
 

@@ -238,9 +238,13 @@ def l2_normalised(x: jax.Array) -> jax.Array:
 
 
 @reverse_rule
+def _normalised_rows(fixed: bool, x: jax.Array) -> jax.Array:
+    return compute_rows_in_tiles(lambda x: x * _inverse_norm(x), (x,), axes=x.ndim - 1, fixed=fixed)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _normalise(fixed: bool, x: jax.Array) -> jax.Array:
-    return compute_rows_in_tiles(lambda x: x * _inverse_norm(x), (x,), axes=x.ndim - 1, fixed=fixed)
+    return _normalised_rows(fixed, x)
 
 
 def _inverse_norm(x: jax.Array) -> jax.Array:
@@ -262,7 +266,7 @@ def _normalised_gradient(fixed: bool, x: jax.Array, cotangent: jax.Array) -> tup
 @with_standard_promotion
 def _normalise_and_keep(fixed: bool, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     # Without the rule of `_normalise`: forward-mode derivatives of gradients go through this function.
-    return compute_rows_in_tiles(lambda x: x * _inverse_norm(x), (x,), axes=x.ndim - 1, fixed=fixed), x
+    return _normalised_rows(fixed, x), x
 
 
 _normalise.defvjp(_normalise_and_keep, _normalised_gradient)
