@@ -237,11 +237,11 @@ def l2_normalised(x: jax.Array) -> jax.Array:
     return _normalise(is_batch_invariant(), to_float32_or_wider(x)).astype(x.dtype)
 
 
-@reverse_rule
 def _normalised_rows(fixed: bool, x: jax.Array) -> jax.Array:
     return compute_rows_in_tiles(lambda x: x * _inverse_norm(x), (x,), axes=x.ndim - 1, fixed=fixed)
 
 
+@reverse_rule
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _normalise(fixed: bool, x: jax.Array) -> jax.Array:
     return _normalised_rows(fixed, x)
