@@ -1,5 +1,8 @@
 """Where `tune` and `cache import` put what they have, and what they leave alone."""
 
+import json
+import os
+
 import pytest
 
 from ejkernel.cli import tune
@@ -44,3 +47,22 @@ def test_axes_that_no_device_may_split_are_not_listed():
 def test_a_store_in_the_home_of_nobody_is_a_wrong_option(run):
     result = run("cache", "path", "--store", "~nobody-of-this-name/x", status=2)
     assert "--store: got '~nobody-of-this-name/x', wants the home directory of a user that exists" in result.output
+
+
+def test_exports_replace_no_pipe_and_keep_links(run, store, tmp_path):
+    PersistentCache(store).update({KEY: entry(8)})
+    pipe, link = tmp_path / "pipe", tmp_path / "link.json"
+    os.mkfifo(pipe)
+    assert "it is not a regular file" in run("cache", "export", str(pipe), status=1).output
+    assert pipe.is_fifo()
+
+    link.symlink_to(tmp_path / "table.json")
+    run("cache", "export", str(link))
+    assert link.is_symlink()
+    assert PersistentCache(tmp_path / "table.json").entries()
+
+
+def test_doctor_knows_a_store_that_no_folder_can_hold(run, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("EJKERNEL_PERSISTENT_CACHE_DIR", str(tmp_path / "file"))
+    assert not json.loads(run("doctor", "--json").stdout)["store"]["writable"]

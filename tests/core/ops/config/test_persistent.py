@@ -194,6 +194,31 @@ def test_a_linked_store_is_written_where_the_link_leads(store, tmp_path):
 def test_a_home_of_nobody_is_a_folder_like_others(monkeypatch):
     monkeypatch.setenv(DIRECTORY_VARIABLE, "~nobody-of-this-name/store")
     assert not PersistentCache().entries()
+    assert PersistentCache().predicted.path == Path("~nobody-of-this-name/store/configs.predicted.json")
+
+
+def no_home(*args, **kwargs):
+    raise RuntimeError("could not determine the home directory for '~/.cache'")
+
+
+@pytest.mark.parametrize("user_cache_path", [no_home, lambda *args, **kwargs: Path("~/.cache/ejkernel")])
+def test_a_process_without_a_home_keeps_results_in_memory_with_one_warning(
+    plain, x, user_cache_path, tmp_path, monkeypatch
+):
+    monkeypatch.delenv(DIRECTORY_VARIABLE)
+    monkeypatch.setattr("platformdirs.user_cache_path", user_cache_path)
+    monkeypatch.chdir(tmp_path)
+    chain = ConfigSelectorChain(persistent=PersistentCache())
+    call(x, chain=chain)  # a warning would be an error
+
+    with (
+        policy_override(cache_miss_fallback="autotune"),
+        pytest.warns(StoreWarning, match="no home directory, so set HOME or EJKERNEL_PERSISTENT_CACHE_DIR") as caught,
+    ):
+        call(x.T, chain=chain)
+    assert len(caught) == 1
+    assert chain.cache.size() == 1
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -254,6 +279,24 @@ def test_a_store_that_is_a_directory_costs_one_warning(store):
     assert len(caught) == 1
     cache.put(KEY, PART, 1.0)  # a second warning would be an error
     assert cache.entries() == {}
+
+
+@pytest.mark.parametrize("is_link", [False, True], ids=["itself", "by a link"])
+def test_a_pipe_or_device_is_neither_read_nor_replaced(store, is_link, tmp_path):
+    """Such as a link to /dev/null, which a process of root could replace for the whole machine."""
+    store.parent.mkdir()
+    pipe = tmp_path / "pipe.json" if is_link else store
+    os.mkfifo(pipe)  # to read it would wait for ever
+    if is_link:
+        store.symlink_to(pipe)
+    cache = PersistentCache(store)
+
+    with pytest.warns(StoreWarning, match="not a regular file"):
+        cache.put(KEY, PART, 1.0)
+    assert cache.get(KEY, FwdParams) is None
+    with pytest.raises(OSError, match="not a regular file"):
+        cache.clear()
+    assert pipe.is_fifo()
 
 
 def test_a_failed_write_leaves_the_old_store_and_no_temporary_file(store, monkeypatch):

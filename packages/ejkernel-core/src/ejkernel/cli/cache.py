@@ -304,8 +304,11 @@ def read_table(path: Path) -> Mapping[str, Entry]:
 
 def merge_into_file(path: Path, entries: Mapping[str, Entry]) -> int:
     """Adds entries to a table and replaces the file at once, without a lock file, which version control would see."""
+    if path.exists() and not path.is_file():
+        raise click.ClickException(f"{path} cannot be used: it is not a regular file")
     known = read_table(path) if path.exists() else {}
     merged = merge_tables(entries, known)
+    path = Path(os.path.realpath(path))  # a link stays a link
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")

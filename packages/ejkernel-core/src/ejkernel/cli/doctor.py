@@ -231,6 +231,8 @@ def _print_store(out: Console) -> None:
 
 
 def _is_store_writable(path: Path) -> bool:
-    """Says whether the store could be written, from the permissions of its nearest existing directory."""
-    directory = next(parent for parent in path.absolute().parents if parent.is_dir())
+    """Says whether the store could be written, from its nearest existing parent and its permissions."""
+    directory = next(parent for parent in path.absolute().parents if parent.exists())
+    if not directory.is_dir() or (path.exists() and not path.is_file()):
+        return False
     return os.access(directory, os.W_OK) and (not path.exists() or os.access(path, os.W_OK))

@@ -8,6 +8,7 @@ too: it may have been repaired since it was read.
 import contextlib
 import glob
 import os
+import stat
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
@@ -31,6 +32,9 @@ FILE_NAME = "configs.json"
 PREDICTED_SUFFIX = ".predicted.json"
 DIRECTORY_VARIABLE = "EJKERNEL_PERSISTENT_CACHE_DIR"
 LOCK_TIMEOUT_S = 60.0
+NO_HOME_PATH = Path(os.devnull, "ejkernel", FILE_NAME)
+"""The user's store of a process without a home directory, such as that of a container's arbitrary user id: a path at
+which nothing can be read or written."""
 
 # The errors of a file system; filelock raises NotImplementedError on one without locks.
 _UNUSABLE_STORE_ERRORS = (OSError, NotImplementedError)
@@ -39,15 +43,39 @@ _FileStamp = tuple[int, int, int]
 
 
 def default_path() -> Path:
-    """Returns the user's store: under `EJKERNEL_PERSISTENT_CACHE_DIR`, else in the platform's cache directory."""
-    import platformdirs
+    """Returns the user's store: under `EJKERNEL_PERSISTENT_CACHE_DIR`, else in the platform's cache directory.
 
+    Without either, because the process has no home directory, returns `NO_HOME_PATH`.
+    """
     directory = os.environ.get(DIRECTORY_VARIABLE)
     if not directory:
-        return platformdirs.user_cache_path("ejkernel", appauthor=False) / FILE_NAME
+        return _platform_path()
     # `Path.expanduser` raises an error for a user that does not exist.
     folder = Path(os.path.expanduser(directory))
     return folder / FILE_NAME
+
+
+def _platform_path() -> Path:
+    import platformdirs
+
+    try:
+        folder = platformdirs.user_cache_path("ejkernel", appauthor=False)
+    except RuntimeError:
+        return NO_HOME_PATH
+    # Earlier versions of platformdirs raise no error.
+    return folder / FILE_NAME if folder.is_absolute() else NO_HOME_PATH
+
+
+def _check_regular_file(path: Path) -> os.stat_result:
+    """Returns the status of a file.
+
+    Raises:
+        OSError: It is a device, a pipe or a directory, which must not be read or replaced.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError("not a regular file")
+    return status
 
 
 def _is_operation_name(name: str | os.PathLike[str]) -> bool:
@@ -110,7 +138,9 @@ class PersistentCache:
     @property
     def predicted(self) -> "PersistentCache":
         """Returns the store next to this one, which holds predictions instead of measurements."""
-        return PersistentCache(path=self.path.with_suffix(PREDICTED_SUFFIX))
+        store = PersistentCache()
+        store._path = self.path.with_suffix(PREDICTED_SUFFIX)  # a `~` that is left is part of a name
+        return store
 
     @property
     def path(self) -> Path:
@@ -129,7 +159,7 @@ class PersistentCache:
         if not self._readable:
             return {}
         try:
-            status = self.path.stat()
+            status = _check_regular_file(self.path)
             # A replaced file has another inode, even where the clock is too coarse to tell.
             stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
             seen, entries = self._snapshot
@@ -179,6 +209,8 @@ class PersistentCache:
         if not self._writable:
             return
         try:
+            with contextlib.suppress(FileNotFoundError):
+                _check_regular_file(self.path)
             with self._store_lock():
                 self._remove_stale_temporaries()
                 self._replace_file(encode(Table(transform_entries(self._read_or_set_aside()))))
@@ -188,6 +220,7 @@ class PersistentCache:
     def clear(self) -> None:
         """Removes all entries."""
         if self.path.exists():
+            _check_regular_file(self.path)
             with self._store_lock():
                 self._file.unlink(missing_ok=True)
 
@@ -238,6 +271,8 @@ class PersistentCache:
 
     def _stop_writing(self, reason: str) -> None:
         was_unwritable, self._writable = not self._writable, False
+        if self.path.parent == NO_HOME_PATH.parent:
+            reason = f"cannot be used: there is no home directory, so set HOME or {DIRECTORY_VARIABLE}"
         if not was_unwritable:
             message = f"ejkernel keeps tuned configurations in memory only: {self.path} {reason}"
             warnings.warn(message, StoreWarning, stacklevel=3)
