@@ -53,8 +53,8 @@ def test_hopper_multiplies_16_bits_in_tiles_that_fit_the_batch():
     assert tile_rows(jnp.float32, 4) == tile_rows(jnp.float32, 4096)
 
 
-@pytest.mark.parametrize(("dtype", "fits_the_batch"), [(jnp.bfloat16, True), (jnp.float32, False)])
-def test_packed_matrices_are_dequantised_first_for_many_rows_of_16_bits(dtype, fits_the_batch):
+@pytest.mark.parametrize(("dtype", "is_first"), [(jnp.bfloat16, True), (jnp.float32, False)])
+def test_packed_matrices_are_dequantised_first_for_many_rows_of_16_bits(dtype, is_first):
     op = registry().op("quantized_matmul")
     rule = CLAIMS["quantized_matmul-triton_ordered"][1].config.batch_invariant
 
@@ -63,8 +63,8 @@ def test_packed_matrices_are_dequantised_first_for_many_rows_of_16_bits(dtype, f
         args, _ = op.bind((jax.ShapeDtypeStruct((rows, 256), dtype), words, scales, scales), {"group_size": 64})
         return rule(jax.eval_shape(op.lower, args), H200, "forward")
 
-    assert (tiles(64).dequantize_first, tiles(65).dequantize_first) == (False, fits_the_batch)
-    assert (tiles(4) == tiles(64)) is not fits_the_batch
+    assert (tiles(64).dequantize_first, tiles(65).dequantize_first) == (False, is_first)
+    assert tiles(4) == tiles(64), "rows of MMA have other bits than those of WGMMA"
 
 
 def test_claims_of_interpreted_kernels_hold():

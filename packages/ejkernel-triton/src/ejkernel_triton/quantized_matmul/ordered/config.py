@@ -38,7 +38,8 @@ PUBLIC_FIELDS = {name: name for name in ("block_m", "block_r", "block_w", "num_w
 """Maps fields of the public configuration to fields of this one."""
 
 MAX_FUSED_ROWS = 64
-"""Rows of x up to which one kernel dequantises and multiplies; for more, the matrix is dequantised once."""
+"""Rows of x up to which one kernel dequantises and multiplies, which are its rows per tile, the fewest of WGMMA; for
+more, the matrix is dequantised once."""
 TILE_COLUMNS = (128, 64, 32)
 """Output columns per tile: the most whose tiles are as many as the chip's multiprocessors."""
 CONTRACTED_BYTES = 256
@@ -50,16 +51,14 @@ DEQUANTIZING_TILE = OrderedTiles(block_m=0, block_r=32, block_w=32, num_warps=4,
 def heuristic(record: QuantizedMatmul, device: DeviceInfo, direction: Direction) -> OrderedTiles:
     """Returns the tiles for calls in a `batch_invariant` block, and outside of it.
 
-    Hopper adds products of 16-bit operands in the same steps in tiles of all sizes, by MMA and by WGMMA
-    (docs/lab/grouped_matmul_gpu.md), so there the tiles fit the batch, and two kernels give a row the same bits.
-    Elsewhere, one configuration serves all calls.
+    Hopper adds products of 16-bit operands in the same steps in all tiles that WGMMA multiplies, so there two kernels
+    give a row the same bits. MMA does not: for weights that are dequantised in registers, Triton has it multiply other
+    elements at a time (docs/lab/batch_invariance.md). Elsewhere, one configuration serves all calls.
     """
     if is_interpreting():
         return OrderedTiles(block_m=16, block_r=32, block_w=8, num_warps=4, num_stages=1)
-    if not sums_in_equal_steps(record.x.dtype, record.x.dtype, device):
-        return _fused_tiles(record, device, MAX_FUSED_ROWS)
-    rows = record.x.shape[0]
-    return DEQUANTIZING_TILE if rows > MAX_FUSED_ROWS else _fused_tiles(record, device, rows)
+    is_hopper = sums_in_equal_steps(record.x.dtype, record.x.dtype, device)
+    return DEQUANTIZING_TILE if is_hopper and record.x.shape[0] > MAX_FUSED_ROWS else _fused_tiles(record, device)
 
 
 batch_invariant = heuristic
@@ -71,14 +70,14 @@ def candidates(record: QuantizedMatmul, device: DeviceInfo, direction: Direction
     return (heuristic(record, device, direction),)
 
 
-def _fused_tiles(record: QuantizedMatmul, device: DeviceInfo, rows: int) -> OrderedTiles:
-    """Returns tiles of the kernel that dequantises and multiplies, for a number of rows."""
+def _fused_tiles(record: QuantizedMatmul, device: DeviceInfo) -> OrderedTiles:
+    """Returns tiles of the kernel that dequantises and multiplies."""
     multiprocessors, output_columns = gpu_of(device).multiprocessors, columns(record)
     tile_columns = next((x for x in TILE_COLUMNS if cdiv(output_columns, x) >= multiprocessors), TILE_COLUMNS[-1])
     contracted, codes_per_word = CONTRACTED_BYTES // record.x.dtype.itemsize, WORD_BITS // record.format.bits
     block_r, tile_codes = (tile_columns, contracted) if record.transpose else (contracted, tile_columns)
     return OrderedTiles(
-        block_m=next(x for x in (16, 32, 64) if rows <= x),
+        block_m=MAX_FUSED_ROWS,
         block_r=block_r,
         block_w=tile_codes // codes_per_word,
         num_warps=4 if record.transpose else 8,

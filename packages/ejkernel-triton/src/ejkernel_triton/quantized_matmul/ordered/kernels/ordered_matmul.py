@@ -19,12 +19,13 @@ from ejkernel_triton.quantized_matmul.ordered.kernels.dequantize_words import de
 @triton.jit
 def ordered_matmul_kernel(x, packed, scales, zero_points, nf4_table, output, spec: tl.constexpr, per: tl.constexpr):
     """Multiplies x [M, K] by the packed matrix, [K, N] in its rows or, with TRANSPOSED, [N, K]: outputs [M, N]."""
+    BLOCK_M: tl.constexpr = spec.BLOCK_M
     TILE_COLUMNS: tl.constexpr = spec.BLOCK_W * spec.CODES_PER_WORD
     N: tl.constexpr = spec.R if spec.TRANSPOSED else spec.W * spec.CODES_PER_WORD
     K: tl.constexpr = spec.W * spec.CODES_PER_WORD if spec.TRANSPOSED else spec.R
     TILE_N: tl.constexpr = spec.BLOCK_R if spec.TRANSPOSED else TILE_COLUMNS
     TILE_K: tl.constexpr = TILE_COLUMNS if spec.TRANSPOSED else spec.BLOCK_R
-    NUM_ROW_TILES: tl.constexpr = (spec.M + spec.BLOCK_M - 1) // spec.BLOCK_M
+    NUM_ROW_TILES: tl.constexpr = (spec.M + BLOCK_M - 1) // BLOCK_M
     NUM_COLUMN_TILES: tl.constexpr = (N + TILE_N - 1) // TILE_N
     program = tl.program_id(0)
     batch = tl.cast(program // (NUM_ROW_TILES * NUM_COLUMN_TILES), tl.int64)
@@ -34,11 +35,11 @@ def ordered_matmul_kernel(x, packed, scales, zero_points, nf4_table, output, spe
     scales = batch_row_address(scales, batch, per.SCALES, spec.R * spec.SCALES_PER_ROW)
     if spec.CODES_ARE_INTEGERS and not spec.SHARED_ZERO_POINT:
         zero_points = batch_row_address(zero_points, batch, per.ZERO_POINTS, spec.R * spec.SCALES_PER_ROW)
-    m = program % NUM_ROW_TILES * spec.BLOCK_M + tl.arange(0, spec.BLOCK_M)
+    m = program % NUM_ROW_TILES * BLOCK_M + tl.arange(0, BLOCK_M)
     # Addresses of rows have 64 bits: x and the output may have more than 2^31 elements.
     x_rows, output_rows = x + (tl.cast(m, tl.int64) * K)[:, None], output + ((batch * spec.M + m) * N)[:, None]
     in_tile_r, in_tile_w = tl.arange(0, spec.BLOCK_R), tl.arange(0, spec.BLOCK_W)
-    acc = tl.zeros([spec.BLOCK_M, TILE_N], tl.float32)
+    acc = tl.zeros([BLOCK_M, TILE_N], tl.float32)
     # Prologue: loads the scales of the first tile.
     if spec.TRANSPOSED:
         stored_scales, stored_zeros = load_scales(scales, zero_points, column * spec.BLOCK_R + in_tile_r, 0, spec)
