@@ -76,6 +76,30 @@ def test_splits_that_vary_with_the_batch_are_found(monkeypatch):
         invariance.check_invariance(target)
 
 
+def test_blocks_of_keys_that_begin_with_the_row_are_found(monkeypatch):
+    """The same kernel with blocks that begin with segments passes."""
+    op = registry().op("flash_attention")
+    implementation = next(i for i in registry().implementations[op.name] if i.name == "xla")
+    case = next(case for case in op.cases if case.name == "segments with padding")
+    target = FamilyTarget(implementation, ((op, case),), "packing")
+    forward, tiles = implementation.function("forward"), implementation.config.forward
+
+    def compiled_with(begins_with_segments):
+        def compiled(op, implementation):
+            def run(record):
+                return forward(record, tiles(block_q=32, block_kv=32, batch_invariant=begins_with_segments))[0]
+
+            return lambda record: [np.asarray(x) for x in jax.tree.leaves(jax.jit(run)(record))]
+
+        return compiled
+
+    monkeypatch.setattr(invariance, "_compiled", compiled_with(True))
+    invariance.check_invariance(target)
+    monkeypatch.setattr(invariance, "_compiled", compiled_with(False))
+    with pytest.raises(AssertionError, match=r"packing, .* of the same rows differ"):
+        invariance.check_invariance(target)
+
+
 def test_blocks_of_keys_that_vary_with_the_chunk_are_found(monkeypatch):
     """The same kernel with fixed blocks passes; blocks that follow the number of queries change rows' bits."""
     op = registry().op("flash_attention")

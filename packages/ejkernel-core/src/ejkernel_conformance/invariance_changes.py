@@ -29,6 +29,7 @@ def changes_of_attention(family: Family, record: Any) -> Iterator[Change]:
     yield from _with_longer_rows(record)
     yield from _with_fewer_queries(family, record)
     yield from _with_a_segment_alone(family, record)
+    yield from _with_another_segment_first(record)
     yield from _with_rows_packed(record)
 
 
@@ -96,12 +97,32 @@ def _with_a_segment_alone(family: Family, record: Any) -> Iterator[Change]:
     queries, keys = (np.flatnonzero(x[0] == segment) for x in ids)
     if segment < 0 or not keys.size:
         return
-    moved = {f"{side}_positions": _positions(record, side) for side in ("q", "kv")} if _needs_positions(record) else {}
+    # Indices that both sides lose alike leave distances as they are.
+    has_same_start = queries[0] == keys[0] and all(np.ptp(x) + 1 == x.size for x in (queries, keys))
+    needs_positions = _needs_positions(record) and not has_same_start
+    moved = {f"{side}_positions": _positions(record, side) for side in ("q", "kv")} if needs_positions else {}
     (batch, length, _, _), key_length = record.query.shape, record.key.shape[1]
     alone = dataclasses.replace(record, **moved)
     for letter, index, size in (("b", np.array([0]), batch), ("t", queries, length), ("s", keys, key_length)):
         alone = with_axis(family, alone, letter, index, size)
     yield Change("packing", "a segment alone", alone, ((lambda x: x[:1][:, queries], whole),))
+
+
+def _with_another_segment_first(record: Any) -> Iterator[Change]:
+    """Yields a call whose rows have another segment of 37 tokens before their tokens."""
+    ids, more = (record.q_segment_ids, record.kv_segment_ids), 37
+    names = ("query", "key", "value")
+    others = array_fields(record).keys() - {*names, "softmax_aux", "alibi_slopes", "q_segment_ids", "kv_segment_ids"}
+    if ids[0] is None or ids[1] is None or others:
+        return
+    changes = {
+        name: np.pad(getattr(record, name), ((0, 0), (more, 0), (0, 0), (0, 0)), constant_values=1) for name in names
+    }
+    for side, x in zip(("q", "kv"), ids, strict=True):
+        changes[f"{side}_segment_ids"] = np.pad(np.where(x < 0, x, x + 1), ((0, 0), (more, 0)))
+    select = take(more + np.arange(record.query.shape[1]), 1)
+    changed = dataclasses.replace(record, **changes)
+    yield Change("packing", f"another segment of {more} tokens first", changed, ((whole, select),))
 
 
 def _with_rows_packed(record: Any) -> Iterator[Change]:
@@ -116,7 +137,7 @@ def _with_rows_packed(record: Any) -> Iterator[Change]:
     }
     for side, size in (("q", queries), ("kv", keys)):
         changes[f"{side}_segment_ids"] = np.repeat(np.arange(batch, dtype=np.int32), size)[None]
-        if _needs_positions(record):
+        if _needs_positions(record) and queries != keys:
             changes[f"{side}_positions"] = np.tile(np.arange(size, dtype=np.int32), batch)[None]
     yield Change("packing", "rows in one packed row", dataclasses.replace(record, **changes), ((_in_one_row, whole),))
 

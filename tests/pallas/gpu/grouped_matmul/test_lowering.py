@@ -8,7 +8,7 @@ import pytest
 
 from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel.types.pullback import Pullback
-from ejkernel_pallas.gpu.grouped_matmul import config, refusal_reasons, spec
+from ejkernel_pallas.gpu.grouped_matmul import _plain_implementation, config, refusal_reasons, spec
 from ejkernel_pallas.gpu.grouped_matmul.backward import backward
 from ejkernel_pallas.gpu.grouped_matmul.forward import forward
 from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY_BYTES
@@ -85,7 +85,8 @@ def test_invalid_tile_fields_are_errors(name, value):
     ("record", "words"),
     [
         (make(), []),
-        (make(rows=513), ["513 rows"]),
+        (make(rows=513), []),
+        (make(rows=1), []),
         (make(depth=100), ["contracted axis of lhs has 100"]),
         (make(width=100), ["output axis of rhs has 100"]),
         (dataclasses.replace(make(), rhs=SHAPE((5, 128, 320), jnp.int8)), ["int8"]),
@@ -95,3 +96,26 @@ def test_unsupported_records_are_refused_with_a_reason(record, words):
     found = refusal_reasons(record)
     assert len(found) == len(words)
     assert all(word in sentence for word, sentence in zip(words, found, strict=True))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 63, 513])
+def test_rows_that_are_no_whole_tiles_are_padded_in_both_passes(rows):
+    text, (output, gradients) = lowered(make(rows=rows), FORWARD[0], BACKWARD[0])
+    assert text.count("@mosaic_gpu") == 3
+    assert (output.shape, gradients["lhs"].shape) == ((rows, 320), (rows, 128))
+
+
+def test_only_whole_tiles_come_first_outside_of_a_batch_invariant_block():
+    implementation = _plain_implementation()
+    assert [implementation.priority(make(rows=rows), None, "forward") for rows in (1, 56, 64, 100, 104)] == [
+        *(-1, -1, 20, -1, 20)
+    ]
+    assert implementation.invariant_priority == 20
+
+
+@pytest.mark.parametrize("rows", [1, 64, 100_000])
+def test_only_tiles_with_equal_sums_depend_on_the_rows_of_a_batch_invariant_call(rows):
+    """The step of contracted elements is the same in all of them."""
+    part = config.batch_invariant(make(rows=rows), None, "forward")
+    padded = make(rows=max(rows, 64))
+    assert spec.make_spec(padded, part, jnp.bfloat16).contracted_per_step == spec.CONTRACTED_PER_STEP_16_BIT

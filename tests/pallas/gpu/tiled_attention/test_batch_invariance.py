@@ -11,6 +11,7 @@ from ejkernel.ops import dispatch
 from ejkernel.ops.config.selection import Request
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.plugins import registry
+from ejkernel.types.sparse_masks import LocalMask
 from ejkernel_pallas.gpu.hopper.split_tiles import NO_SPLIT
 from ejkernel_pallas.gpu.tiled_attention import batch_invariant, config, forward, implementations
 from ejkernel_pallas.gpu.tiled_attention.spec import make_spec
@@ -97,11 +98,21 @@ def test_prompts_chunks_and_decoding_have_one_kernel_in_the_block():
     assert IMPLEMENTATION.invariant_priority == 20
 
 
+def test_packed_rows_are_served_in_the_block():
+    op, record = registry().op("flash_attention"), make(1, 256, 256, q_segment_ids=POSITIONS, kv_segment_ids=POSITIONS)
+    choice = dispatch.choose(op, record, H200, "auto", "forward", batch_invariant=True)
+    verdict = next(x for x in choice.verdicts if x.implementation.name == "mosaic_gpu")
+    assert not [x for x in verdict.reasons if "batch_invariant" in x]
+    spec = dataclasses.replace(make_spec(record), is_batch_invariant=True)
+    assert spec.lists_first_keys
+    assert not dataclasses.replace(spec, is_batch_invariant=False).lists_first_keys
+
+
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
         ({"dropout_prob": 0.1, "dropout_seed": jax.ShapeDtypeStruct((), jnp.uint32)}, "dropout_prob"),
-        ({"q_segment_ids": POSITIONS, "kv_segment_ids": POSITIONS}, "packing"),
+        ({"pattern": LocalMask((256, 256), window_size=(40, 0))}, "pattern"),
     ],
 )
 def test_what_depends_on_the_rest_of_a_call_is_refused_in_the_block(fields, word):

@@ -76,6 +76,18 @@ def test_a_call_and_its_gradients_lower(size, feature):
 
 
 @pytest.mark.parametrize("window", [None, (100, 3)])
+@pytest.mark.parametrize(("size", "queries"), [(64, 300), (128, 1), (192, 70), (256, 70)])
+def test_packed_rows_lower_in_a_batch_invariant_block(size, queries, window):
+    """Blocks begin with documents. The second kernel is that of ids out of order."""
+    record = dataclasses.replace(make(size, "segments", queries), sliding_window=window)
+    params = dataclasses.replace(tiles_of(record, "forward"), batch_invariant=True)
+    assert dataclasses.replace(make_spec(record), is_batch_invariant=True).lists_first_keys
+    text, (output, _) = lowered(record, params)
+    assert text.count("custom_call @mosaic_gpu") == 2
+    assert output.shape == (*record.query.shape[:3], record.value.shape[3])
+
+
+@pytest.mark.parametrize("window", [None, (100, 3)])
 @pytest.mark.parametrize(("size", "queries"), [(64, 300), (64, 1), (128, 300), (128, 1), (192, 70), (256, 70)])
 def test_positions_lower_in_a_batch_invariant_block_and_outside(size, queries, window):
     positions = {

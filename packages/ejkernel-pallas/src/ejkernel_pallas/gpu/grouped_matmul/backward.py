@@ -11,6 +11,7 @@ from ejkernel_pallas.gpu.grouped_matmul.config import (
 from ejkernel_pallas.gpu.grouped_matmul.forward import multiply_by_group
 from ejkernel_pallas.gpu.grouped_matmul.kernels.grouped_matmul import grouped_matmul_kernel
 from ejkernel_pallas.gpu.grouped_matmul.kernels.launch import launch_matrix_gradients
+from ejkernel_pallas.gpu.grouped_matmul.plan import pad_rows, remove_padding
 from ejkernel_pallas.gpu.grouped_matmul.spec import (
     make_spec,
 )
@@ -31,7 +32,9 @@ def backward(pullback: Pullback, params: HopperGroupedBackward) -> dict[str, jax
     """
     # Gradients of unassigned rows are 0, whatever the output has there.
     record, gradients = dataclasses.replace(pullback.record, left_over="zero"), dict[str, jax.Array]()
-    cotangent = pullback.cotangent.astype(record.lhs.dtype)
+    rows = record.lhs.shape[0]
+    record = dataclasses.replace(record, lhs=pad_rows(record.lhs))
+    cotangent = pad_rows(pullback.cotangent.astype(record.lhs.dtype))
     spec = make_spec(record, params, record.lhs.dtype)
     if "lhs" in pullback.grad_fields:
         transposed_spec = dataclasses.replace(
@@ -40,7 +43,8 @@ def backward(pullback: Pullback, params: HopperGroupedBackward) -> dict[str, jax
             num_columns=spec.contracted_size,
             matrices_are_transposed=not spec.matrices_are_transposed,
         )
-        gradients["lhs"] = multiply_by_group(grouped_matmul_kernel, transposed_spec, cotangent, record)
+        gradient = multiply_by_group(grouped_matmul_kernel, transposed_spec, cotangent, record)
+        gradients["lhs"] = remove_padding(gradient, rows)
     if "rhs" in pullback.grad_fields:
         operands = (cotangent, record.lhs) if record.transpose_rhs else (record.lhs, cotangent)
         output_sizes = {"contracted_size": operands[0].shape[1], "num_columns": operands[1].shape[1]}

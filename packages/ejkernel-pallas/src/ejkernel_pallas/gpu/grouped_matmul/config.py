@@ -189,6 +189,13 @@ def heuristic(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -
     return candidates(record, device, direction)[0]
 
 
+def batch_invariant(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> HopperGrouped:
+    """Returns the tiles for calls in a `batch_invariant` block, which fit the batch: in all of them WGMMA adds 16
+    contracted elements at a time, from the first to the last (docs/lab/grouped_matmul_gpu.md).
+    """
+    return heuristic(record, device, direction)
+
+
 def candidates(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> tuple[HopperGrouped, ...]:
     """Returns the configurations worth measuring, the best first."""
     is_narrow = 0 < (columns(record) if direction == "forward" else record.lhs.shape[1]) % 256 <= 128

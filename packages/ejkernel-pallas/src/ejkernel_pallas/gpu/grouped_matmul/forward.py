@@ -2,6 +2,8 @@
 products.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -12,6 +14,7 @@ from ejkernel_pallas.gpu.grouped_matmul.kernels.gated_grouped_matmul import gate
 from ejkernel_pallas.gpu.grouped_matmul.kernels.grouped_matmul import grouped_matmul_kernel
 from ejkernel_pallas.gpu.grouped_matmul.kernels.grouped_matmul_fp8 import grouped_matmul_fp8_kernel
 from ejkernel_pallas.gpu.grouped_matmul.kernels.launch import RowKernel, launch_row_kernel
+from ejkernel_pallas.gpu.grouped_matmul.plan import pad_rows, remove_padding
 from ejkernel_pallas.gpu.grouped_matmul.spec import (
     GroupedSpec,
     columns_share_scales,
@@ -36,8 +39,10 @@ def forward(record: GroupedMatmul, params: HopperGrouped) -> tuple[jax.Array, tu
     Returns:
         [M, N] in the record's `out_dtype`. There are no residuals.
     """
-    spec = make_spec(record, params, record.out_dtype)
-    return multiply_by_group(grouped_matmul_kernel, spec, record.lhs, record), ()
+    padded = dataclasses.replace(record, lhs=pad_rows(record.lhs))
+    spec = make_spec(padded, params, record.out_dtype)
+    output = multiply_by_group(grouped_matmul_kernel, spec, padded.lhs, padded)
+    return remove_padding(output, record.lhs.shape[0]), ()
 
 
 def forward_fp8(record: GroupedMatmul, params: HopperFp8) -> tuple[jax.Array, tuple[()]]:
@@ -75,6 +80,11 @@ def gated_forward(record: GatedGroupedMatmul, params: HopperGated) -> tuple[jax.
     Returns:
         [M, F] in lhs's dtype. There are no residuals.
     """
+    rows = (record.lhs if record.indices is None else record.indices).shape[0]
+    if record.indices is None:
+        record = dataclasses.replace(record, lhs=pad_rows(record.lhs))
+    else:
+        record = dataclasses.replace(record, indices=pad_rows(record.indices, -1))
     spec = make_gated_spec(record, params)
     assert spec.activation_constants is not None
     rhs, bias = record.rhs, record.rhs_bias
@@ -87,7 +97,8 @@ def gated_forward(record: GatedGroupedMatmul, params: HopperGated) -> tuple[jax.
         operands["bias"] = bias.astype(jnp.float32).reshape(rhs.shape[0], -1)
     if record.indices is not None:
         operands["indices"] = record.indices
-    return launch_row_kernel(gated_grouped_matmul_kernel, spec, operands, plain_product_record(record)), ()
+    output = launch_row_kernel(gated_grouped_matmul_kernel, spec, operands, plain_product_record(record))
+    return remove_padding(output, rows), ()
 
 
 def multiply_by_group(

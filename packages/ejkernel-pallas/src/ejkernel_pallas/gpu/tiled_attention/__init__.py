@@ -90,7 +90,7 @@ def implementations() -> tuple[Implementation, ...]:
         config=dataclasses.replace(space, batch_invariant=batch_invariant),
         priority=_priority,
         # A chunk of a prompt has positions: it must not run another kernel than the prompt.
-        invariant_to=frozenset({"batch", "padding", "chunking"}),
+        invariant_to=frozenset({"batch", "padding", "packing", "chunking"}),
         invariance_limits=invariance_limits,
         invariant_priority=20,
     )

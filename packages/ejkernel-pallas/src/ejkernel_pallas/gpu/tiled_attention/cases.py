@@ -133,6 +133,7 @@ _FUNCTION_TABLE: tuple[tuple[str, dict[str, int], Callable[[jax.Array], dict[str
 
 
 _CHUNK_SIZES = AttentionSizes(b=2, t=150, s=500, h=4, g=2, d=128, v=128, dtype=jnp.bfloat16)
+_SEGMENT_FIELDS = ("q_segment_ids", "kv_segment_ids")
 _POSITION_FIELDS = ("q_positions", "kv_positions")
 
 
@@ -158,6 +159,14 @@ def _unordered_positions(key: jax.Array) -> dict[str, Any]:
     return {"mask_info": MaskInfo(q_positions=queries, kv_positions=positions)}
 
 
+def _documents(key: jax.Array, in_order: bool = True) -> dict[str, Any]:
+    """Returns ids of documents of random lengths, or of random tokens."""
+    ids = jax.random.randint(key, (_LONG_SIZES.b, _LONG_SIZES.t), 0, 4)
+    if in_order:
+        ids = jnp.cumsum(jax.random.uniform(key, ids.shape) < 0.01, axis=1)
+    return {"mask_info": MaskInfo.from_segments(ids.astype(jnp.int32))}
+
+
 _LONG_SIZES = AttentionSizes(b=3, t=700, s=700, h=2, g=1, d=128, v=128, dtype=jnp.bfloat16)
 _LONG_HALF_SIZES = dataclasses.replace(_LONG_SIZES, d=64, v=64, dtype=jnp.float16)
 _FLASH_TABLE: tuple[Row[AttentionSizes], ...] = (
@@ -174,6 +183,32 @@ _FLASH_TABLE: tuple[Row[AttentionSizes], ...] = (
         (),
     ),
     ("long rows, soft cap", _LONG_HALF_SIZES, lambda key: {"logits_soft_cap": 3.0}, ("logits_soft_cap",), ()),
+    (
+        "documents in long rows, causal",
+        _LONG_SIZES,
+        lambda key: {**_documents(key), "causal": True, "return_lse": True},
+        (*_SEGMENT_FIELDS, "causal"),
+        (LONG_ROWS_TAG,),
+    ),
+    (
+        "documents, causal window, soft cap, sinks",
+        dataclasses.replace(_LONG_SIZES, d=64, v=64),
+        lambda key: {
+            **_documents(key),
+            "sliding_window": (150, 0),
+            "logits_soft_cap": 3.0,
+            "softmax_aux": jax.random.normal(key, (2,)),
+        },
+        (*_SEGMENT_FIELDS, "sliding_window", "logits_soft_cap", "softmax_aux"),
+        (),
+    ),
+    (
+        "documents out of order, window",
+        _LONG_HALF_SIZES,
+        lambda key: {**_documents(key, in_order=False), "sliding_window": (150, 90)},
+        (*_SEGMENT_FIELDS, "sliding_window"),
+        (),
+    ),
     ("positions of a chunk", _CHUNK_SIZES, _chunk_arguments, ("q_positions", "causal"), ()),
     (
         "positions that repeat, window, lse",

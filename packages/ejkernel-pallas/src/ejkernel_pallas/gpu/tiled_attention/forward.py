@@ -15,7 +15,7 @@ from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments
 from ejkernel.planning.batch_rows import run_with_batch_rows
 from ejkernel_pallas.gpu.hopper import tile_scheduler
 from ejkernel_pallas.gpu.hopper.fixed_splits import thread_tile_shape
-from ejkernel_pallas.gpu.hopper.launch import launch, pad_rows, wgmma_operand_smem
+from ejkernel_pallas.gpu.hopper.launch import WGMMA_TRANSFORMS, launch, pad_rows, wgmma_operand_smem
 from ejkernel_pallas.gpu.hopper.sizes import SWIZZLE_COLUMNS, WGMMA_M
 from ejkernel_pallas.gpu.hopper.split_tiles import NO_SPLIT, split_tail_wave
 from ejkernel_pallas.gpu.tiled_attention.config import ForwardTile, HopperForward, forward_tile
@@ -25,6 +25,7 @@ from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import Call, Paged
 from ejkernel_pallas.gpu.tiled_attention.kernels.pair_functions import pair_operands
 from ejkernel_pallas.gpu.tiled_attention.kernels.split_combine import merge_split_tiles
 from ejkernel_pallas.gpu.tiled_attention.plan.block_map import key_block_ranges, num_tiles, pad_segment_ids
+from ejkernel_pallas.gpu.tiled_attention.plan.documents import are_sorted, document_operands, key_order
 from ejkernel_pallas.gpu.tiled_attention.plan.key_ranges import key_ranges, position_key_ranges, position_limits
 from ejkernel_pallas.gpu.tiled_attention.plan.pattern import key_block_lists
 from ejkernel_pallas.gpu.tiled_attention.plan.segment_extents import find_tile_extents
@@ -56,9 +57,36 @@ def forward(record: TiledAttention, params: HopperForward) -> tuple[jax.Array, S
     record = functions_as_arguments(record)
     spec = dataclasses.replace(make_spec(record), is_batch_invariant=params.batch_invariant)
     tile = forward_tile(params, spec)
-    operands = _make_operands(record, spec, tile)
-    output, lse = run_with_batch_rows(functools.partial(_run_kernel, spec, tile), operands, spec.batch_size)
+    operands, run = _make_operands(record, spec, tile), _run_by_documents if spec.lists_first_keys else _run_kernel
+    output, lse = run_with_batch_rows(functools.partial(run, spec, tile), operands, spec.batch_size)
     return output[:, : spec.q_len], SoftmaxResiduals(lse=lse[..., : spec.q_len])
+
+
+def _run_by_documents(
+    spec: HopperSpec, tile: ForwardTile, operands: dict[str, jax.Array], batch_size: int
+) -> tuple[jax.Array, ...]:
+    """Runs the kernel with blocks that begin with documents; keys are brought into their order if ids are not."""
+
+    def run(operands: dict[str, jax.Array], order: jax.Array | None = None) -> tuple[jax.Array, ...]:
+        ids = operands["q_ids"], operands["k_ids"]
+        operands = operands | document_operands(spec, ids, tile.block_q, tile.block_kv, order)
+        for name in ("q", "k", "v"):  # columns in chunks, as in shared memory
+            operands[name] = operands[name].reshape(*operands[name].shape[:3], -1, SWIZZLE_COLUMNS)
+        # A block may begin with the last key.
+        operands["k_ids"] = jnp.pad(ids[1], ((0, 0), (0, tile.block_kv)), constant_values=-2)
+        return _run_kernel(spec, tile, operands, batch_size)
+
+    def run_in_order(operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+        order = key_order(operands["k_ids"])
+        changes = {"k_ids": jnp.take_along_axis(operands["k_ids"], order, axis=1)}
+        for name in ("k", "v"):
+            rows = order[:, : operands[name].shape[1], None, None]
+            changes[name] = jnp.take_along_axis(operands[name], rows, axis=1)
+        return run(operands | changes, order)
+
+    # Both branches have the kernel, so that keys are copied only in one of them.
+    sorted_ids = are_sorted((operands["q_ids"], operands["k_ids"]), tile.block_q, tile.block_kv)
+    return jax.lax.cond(sorted_ids, run, run_in_order, operands)
 
 
 def _run_kernel(
@@ -162,8 +190,9 @@ def _make_operands(record: TiledAttention, spec: HopperSpec, tile: ForwardTile) 
         operands["q_ids"] = pad_segment_ids(record.q_segment_ids, tile.block_q, -1)
         operands["k_ids"] = pad_segment_ids(record.kv_segment_ids, tile.block_kv, -2)
         ids = operands["q_ids"], operands["k_ids"]
-        operands["padded"] = find_tile_extents(operands["k_ids"], tile.block_kv).has_padding.astype(jnp.int32)
-        operands["ranges"] = key_ranges(spec, ids, tile.block_kv)
+        if not spec.lists_first_keys:
+            operands["padded"] = find_tile_extents(operands["k_ids"], tile.block_kv).has_padding.astype(jnp.int32)
+            operands["ranges"] = key_ranges(spec, ids, tile.block_kv)
     if spec.has_positions:
         positions = query_and_key_positions(record)
         limits = position_limits(spec, *positions, tile.block_q)
@@ -171,9 +200,9 @@ def _make_operands(record: TiledAttention, spec: HopperSpec, tile: ForwardTile) 
         operands["k_positions"] = jnp.pad(limits.key_positions, ((0, 0), (0, -spec.kv_len % tile.block_kv)))
     if record.softmax_aux is not None:
         operands["sinks"] = record.softmax_aux.astype(jnp.float32)[None]
-    if spec.has_block_lists:
+    if spec.has_block_lists and not spec.lists_first_keys:
         operands |= key_block_lists(padding_as_segments(record), tile.block_q, tile.block_kv)
-    else:
+    elif not spec.has_block_lists:
         operands["table"] = jnp.asarray(key_block_ranges(spec, ids, tile.block_q, tile.block_kv, positions))
     operands |= dropout_key_operands(record, spec, tile.block_q, tile.block_kv) | pair_operands(record, spec)
     keys = {"k": pad_rows(record.key, tile.block_kv), "v": pad_rows(record.value, tile.block_kv)}
@@ -206,6 +235,8 @@ def _scratch(spec: HopperSpec, tile: ForwardTile, paged_key_access: PagedKeyAcce
         # The producer reads the index as well.
         "tile_index_free": plgpu.Barrier(num_arrivals=tile.consumer_warpgroups + 1, num_barriers=2),
     }
+    if spec.lists_first_keys:
+        named_buffers |= _chunk_scratch(spec, tile, queries)
     if spec.has_dropout:
         named_buffers["q_dropout_keys"] = plgpu.SMEM((queries, WGMMA_M), jnp.uint32)
         named_buffers["k_dropout_keys"] = plgpu.SMEM((tile.kv_stages + 1, tile.block_kv), jnp.uint32)
@@ -214,10 +245,30 @@ def _scratch(spec: HopperSpec, tile: ForwardTile, paged_key_access: PagedKeyAcce
     elif spec.keys_in_pages:
         named_buffers["valid_key_words"] = plgpu.SMEM((tile.kv_stages,), jnp.int32)
     if spec.has_segments or spec.keys_in_pages:
-        named_buffers["v_copied"] = plgpu.Barrier(num_arrivals=copies)
+        named_buffers["v_copied"] = plgpu.Barrier(num_arrivals=named_buffers["v_full"].num_arrivals)
     if spec.has_key_ranges:
-        named_buffers["key_ranges"] = plgpu.SMEM((queries, 2, WGMMA_M), jnp.int32)
+        named_buffers["key_ranges"] = plgpu.SMEM((queries, 2 + spec.lists_first_keys, WGMMA_M), jnp.int32)
     return named_buffers
+
+
+def _chunk_scratch(spec: HopperSpec, tile: ForwardTile, query_tiles: int) -> dict[str, Any]:
+    """Returns queries, keys and values in chunks of 64 columns, with a view of the same memory without tiles.
+
+    A copy into tiles of eight rows has to begin at a multiple of eight. All rows of a chunk are contiguous, whether one
+    counts them in tiles or not, so copies into the view may begin with any row.
+    """
+    sizes = {
+        "q": (query_tiles, WGMMA_M, spec.head_dim),
+        "k": (tile.kv_stages, tile.block_kv, spec.head_dim),
+        "v": (tile.kv_stages, tile.block_kv, spec.value_dim),
+    }
+    buffers: dict[str, Any] = {}
+    for name, (count, rows, columns) in sizes.items():
+        shape, swizzle = (count, columns // SWIZZLE_COLUMNS, rows, SWIZZLE_COLUMNS), WGMMA_TRANSFORMS[1:]
+        buffers[name] = plgpu.RefUnion(
+            wgmma_operand_smem(shape, spec.dtype), plgpu.SMEM(shape, spec.dtype, transforms=swizzle)
+        )
+    return buffers
 
 
 def _split_scratch(spec: HopperSpec, tile: ForwardTile) -> dict[str, Any]:
@@ -259,6 +310,9 @@ def _add_views(spec: HopperSpec, buffers: dict[str, Any]) -> dict[str, Any]:
             "split_totals": totals,
             "output": outputs,
         }
+    if spec.lists_first_keys:
+        names = {f"{name}{view}": n for name in ("q", "k", "v") for n, view in enumerate(("", "_rows"))}
+        return buffers | {name: buffers[name[0]][n] for name, n in names.items()}
     if spec.value_dim == spec.head_dim:
         return buffers
     queries, outputs = buffers["q"]

@@ -104,8 +104,18 @@ class HopperSpec:
 
     @property
     def has_block_lists(self) -> bool:
-        """Returns whether the blocks that a tile loops over come from lists: with a pattern and with `mask_mod`."""
-        return self.has_pattern or self.mask_mod is not None
+        """Returns whether the blocks that a tile loops over come from lists: with a pattern, with `mask_mod`, and if
+        they begin with documents.
+        """
+        return self.has_pattern or self.mask_mod is not None or self.lists_first_keys
+
+    @property
+    def lists_first_keys(self) -> bool:
+        """Returns whether lists have first keys of blocks, which begin with the documents of packed rows, so that the
+        bits of a row do not depend on other documents.
+        """
+        has_other_lists = self.has_pattern or self.mask_mod is not None
+        return self.is_batch_invariant and self.has_segments and not has_other_lists and not self.has_dropout
 
     @property
     def has_key_ranges(self) -> bool:
@@ -120,7 +130,9 @@ class HopperSpec:
     @property
     def masks_before_full_tiles(self) -> bool:
         """Returns whether tiles before the full ones can be partial, too."""
-        return not self.has_block_lists and (self.left_window is not None or self.has_key_ranges or self.has_key_starts)
+        if self.has_block_lists:
+            return self.lists_first_keys and self.left_window is not None
+        return self.left_window is not None or self.has_key_ranges or self.has_key_starts
 
     @property
     def split_boundaries(self) -> SplitBoundaries:

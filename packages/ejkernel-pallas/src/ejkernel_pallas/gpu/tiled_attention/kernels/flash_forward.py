@@ -44,9 +44,7 @@ from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import (
 )
 from ejkernel_pallas.gpu.tiled_attention.kernels.forward_outputs import release_queries, write_output
 from ejkernel_pallas.gpu.tiled_attention.plan.key_ranges import UNSORTED_MARK
-from ejkernel_pallas.gpu.tiled_attention.spec import (
-    INITIAL_ROW_MAX,
-)
+from ejkernel_pallas.gpu.tiled_attention.spec import INITIAL_ROW_MAX
 
 MaskedBounds = Literal["lower", "both"] | None
 """The masks that a partial block needs: `"both"` bounds of the key range, or, before the full blocks, the `"lower"`
@@ -174,9 +172,7 @@ def _prologue(call: Call, query_tile: QueryTile, first_block: Any, key_blocks_do
     """Processes the first key block, before which there are no weights to multiply."""
     slot = call.stage_of_key_block(key_blocks_done)
     plgpu.barrier_wait(call.shared.k_full.at[slot])
-    scores = wgmma.wait_for_products(
-        wgmma.issue_scores(call.shared.q.at[query_tile.query_buffer_index], call.shared.k.at[slot]), max_in_flight=0
-    )
+    scores = wgmma.wait_for_products(_issue_scores(call, query_tile, slot), max_in_flight=0)
     masking: MaskedBounds = "both" if call.tile.needs_masks(call.spec) else None
     valid_key_words = _valid_key_bits(call, masking, slot)
     plgpu.barrier_arrive(call.shared.k_free.at[slot])
@@ -238,14 +234,13 @@ def _process_key_block(
     begins = split_totals.begins_split(call, index) if begins_split is None else begins_split
     row_max, row_sum = split_totals.rows_before_block(begins, state.row_max, state.row_sum)
 
-    def multiply(refs: Any) -> None:
-        acc_ref, *softmax_refs = refs
+    def multiply(issue_product: Any) -> tuple[Any, ...]:
         plgpu.barrier_wait(shared.k_full.at[slot])
         if call.spec.uses_ping_pong:
             ping_pong_wait(warpgroups)
-        scores = wgmma.issue_scores(shared.q.at[query_tile.query_buffer_index], shared.k.at[slot])
+        scores = _issue_scores(call, query_tile, slot)
         plgpu.barrier_wait(shared.v_full.at[last])
-        plgpu.wgmma(acc_ref, state.weights, shared.v.at[last])
+        acc = issue_product(shared.v.at[last])
         # Both products are issued; the next warpgroup may issue its own, which are queued after them.
         if call.spec.uses_ping_pong:
             ping_pong_pass(warpgroups)
@@ -255,20 +250,44 @@ def _process_key_block(
         plgpu.barrier_arrive(shared.k_free.at[slot])
         scores = _cap_and_mask_scores(call, query_tile, mask.add_mask_words(valid_key_words), masked_bounds, scores)
         *rows, weights, alpha = online_softmax.exponentiate(call.spec, scores, row_max, row_sum, masked_bounds is None)
-        new = *rows, _apply_dropout(call, query_tile, state.key_blocks_done, weights), alpha
-        for ref, value in zip(softmax_refs, new, strict=True):
+        return acc, *rows, _apply_dropout(call, query_tile, state.key_blocks_done, weights), alpha
+
+    acc, row_max, row_sum, weights, alpha = _run_with_accumulator(call, state, multiply)
+    plgpu.barrier_arrive(shared.v_free.at[last])
+    # The accumulator now has all blocks before this one.
+    totals, alpha = split_totals.fold_finished_split(call, begins, acc, state, alpha)
+    # Hazard: registers of an accumulator must not be touched while a WGMMA writes them. It is done here.
+    acc = online_softmax.rescale_accumulator(call.spec, acc, alpha)
+    return ConsumerState(state.key_blocks_done + 1, acc, row_max, row_sum, _weights_as_operand(call, weights), totals)
+
+
+def _issue_scores(call: Call, query_tile: QueryTile, slot: Any) -> Any:
+    """Issues the product of a warpgroup's queries and a block of keys."""
+    queries, keys = call.shared.q.at[query_tile.query_buffer_index], call.shared.k.at[slot]
+    if not call.spec.lists_first_keys:
+        return wgmma.issue_scores(queries, keys)
+    first, *others = ((queries.at[n], keys.at[n]) for n in range(keys.shape[0]))
+    return wgmma.issue_scores(*first, *others)
+
+
+def _run_with_accumulator(call: Call, state: ConsumerState, multiply: Any) -> Any:
+    """Returns the results of `multiply(issue_product)`, whose first one is that of `issue_product(values)`: it issues P
+    V, which is done when this function returns.
+    """
+    if call.spec.lists_first_keys:
+        acc, *results = multiply(lambda values: wgmma.accumulate_product(state.acc, state.weights, values))
+        return wgmma.wait_for_products(acc, max_in_flight=0), *results
+
+    def run(refs: Any) -> None:
+        acc_ref, *result_refs = refs
+        _, *results = multiply(lambda values: plgpu.wgmma(acc_ref, state.weights, values))
+        for ref, value in zip(result_refs, results, strict=True):
             ref[...] = value
 
     zeros = arrays.zero_tile((WGMMA_M, call.tile.block_kv))
     refs = (plgpu.WGMMAAccumulatorRef.init(state.acc), state.row_max, state.row_sum, zeros, state.row_max)
-    results: Any = pl.run_state(multiply)(refs)
-    acc, row_max, row_sum, weights, alpha = results
-    plgpu.barrier_arrive(shared.v_free.at[last])
-    # The accumulator now has all blocks before this one.
-    totals, alpha = split_totals.fold_finished_split(call, begins, acc, state, alpha)
-    # Hazard: registers of an accumulator must not be touched while a WGMMA writes them. Leaving run_state waits for it.
-    acc = online_softmax.rescale_accumulator(call.spec, acc, alpha)
-    return ConsumerState(state.key_blocks_done + 1, acc, row_max, row_sum, _weights_as_operand(call, weights), totals)
+    # Leaving run_state waits for the product.
+    return pl.run_state(run)(refs)
 
 
 def _skip_key_block(call: Call, _: Any, key_blocks_done: Any) -> Any:
@@ -327,7 +346,7 @@ def _cap_and_mask_scores(
     call: Call, query_tile: QueryTile, mask: KeyBlockMaskWords, masked_bounds: MaskedBounds, scores: Any
 ) -> Any:
     """Returns scores with soft cap and masks; raw products where `online_softmax.exponentiate` applies the soft cap."""
-    spec, key = call.spec, mask.key_block * call.tile.block_kv
+    spec, key = call.spec, call.first_key(mask.key_block)
     if spec.soft_cap is not None and not (masked_bounds is None and spec.fuses_soft_cap):
         scores = jnp.tanh(scores * spec.product_scale)
     if spec.has_pair_functions:
@@ -350,9 +369,16 @@ def _cap_and_mask_scores(
     return tile_masks.mask_outside_key_range(scores, first, last, unsorted, mask.mask_words)
 
 
-def _loaded_column_range(call: Call, query_tile: QueryTile, key: Any) -> tuple[Any, Any, tile_masks.UnsortedKeys]:
+def _loaded_column_range(call: Call, query_tile: QueryTile, key: Any) -> tuple[Any, Any, Any]:
     """Returns the first and last column of every row with segment ids or positions, and what must be compared."""
-    first, last = (arrays.load_row_vector(call.shared.key_ranges.at[query_tile.query_buffer_index, n]) for n in (0, 1))
+    first, last, *first_block = (
+        arrays.load_row_vector(call.shared.key_ranges.at[query_tile.query_buffer_index, n])
+        for n in range(call.shared.key_ranges.shape[1])
+    )
+    if call.spec.lists_first_keys:  # keys of documents are contiguous
+        # A block of an earlier document may end with keys of the row, which are in a block of its document, too.
+        is_of_other_document = first_block[0] > key
+        return jnp.where(is_of_other_document, tile_masks.UNREACHABLE_COLUMN, first - key), last - key, None
     # `UNSORTED_MARK` was added to rows whose keys are not one range: there ids or positions are compared.
     unsorted = last >= UNSORTED_MARK
     # Addresses are recomputed for every key block: hoisted out of the loop, they would take registers.
@@ -394,7 +420,12 @@ def _add_last_product(call: Call, state: ConsumerState) -> ConsumerState:
         plgpu.barrier_wait(call.shared.v_full.at[slot])
         plgpu.wgmma(acc_ref, state.weights, call.shared.v.at[slot])
 
-    acc = pl.run_state(product)(plgpu.WGMMAAccumulatorRef.init(state.acc))
+    if call.spec.lists_first_keys:
+        plgpu.barrier_wait(call.shared.v_full.at[slot])
+        acc = wgmma.accumulate_product(state.acc, state.weights, call.shared.v.at[slot])
+        acc = wgmma.wait_for_products(acc, max_in_flight=0)
+    else:
+        acc = pl.run_state(product)(plgpu.WGMMAAccumulatorRef.init(state.acc))
     plgpu.barrier_arrive(call.shared.v_free.at[slot])
     return state._replace(acc=acc)
 

@@ -17,9 +17,10 @@ class SharedMemory:
     """Buffers in shared memory and their mbarriers.
 
     Attributes:
-        q: Queries, [buffers * warpgroups, 64, D]; outputs are written through the buffer of their queries.
-        k: Keys, [stages, block, D].
-        v: Values, [stages, block, Dv].
+        q: Queries, [buffers * warpgroups, 64, D]; outputs are written through the buffer of their queries. If blocks
+            begin with documents, in chunks of 64 columns: [buffers * warpgroups, chunks, 64, 64].
+        k: Keys, [stages, block, D], or [stages, chunks, block, 64].
+        v: Values, [stages, block, Dv], or [stages, chunks, block, 64].
         lse: [buffers * warpgroups, 64].
         q_full: Mbarriers of the producer: queries have arrived; `k_full` and `v_full` for keys and values.
         q_free: Mbarriers of the consumers: queries have been read; `k_free` and `v_free` for keys and values.
@@ -34,11 +35,15 @@ class SharedMemory:
         k_dropout_keys: Dropout's keys of keys, [stages + 1, block], or None. They arrive with the keys, and are read
             when those may already be overwritten: one slot more than stages.
         key_ranges: First and last key of every query with segment ids or positions, [buffers * warpgroups, 2, 64], or
-            None.
+            None. If blocks begin with documents, also the first key of its first block: [buffers * warpgroups, 3, 64].
         v_copied: Mbarrier: values that include padding have arrived, or None.
         output: Outputs in the memory of the queries if head dimensions differ, [64-column tiles, 64, 64], or None.
         valid_key_words: [stages] int32, the existing keys of a block, from `PagedKeyAccess.valid_key_word`; None
             without pages.
+        q_rows: The chunks of `q` without tiles of eight rows, so that copies may begin with any row; None without
+            chunks.
+        k_rows: The same for `k`.
+        v_rows: The same for `v`.
         split_totals: Accumulators of the splits that have been folded, [warpgroups, ...] in memory of their threads;
             None without splits.
     """
@@ -62,6 +67,9 @@ class SharedMemory:
     v_copied: Any = None
     output: Any = None
     valid_key_words: Any = None
+    q_rows: Any = None
+    k_rows: Any = None
+    v_rows: Any = None
     split_totals: Any = None
 
 
@@ -168,6 +176,10 @@ class Call:
     def key_block_index(self, item: tile_scheduler.WorkTile, list_index: Any) -> Any:
         """Returns the key block of a step: the step itself, or the entry of the item's list if there are lists."""
         return self.list_entry("blocks", item, list_index) if self.spec.has_block_lists else list_index
+
+    def first_key(self, key_block: Any) -> Any:
+        """Returns the first key of what `key_block_index` returns."""
+        return key_block if self.spec.lists_first_keys else key_block * self.tile.block_kv
 
     def list_entry(self, name: str, item: tile_scheduler.WorkTile, list_index: Any) -> Any:
         """Returns an entry of an operand with lists at an index of the item's list."""

@@ -73,6 +73,10 @@ def _output_columns_and_buffers(call: Call, query_tile: QueryTile) -> list[tuple
         count = spec.value_dim // SWIZZLE_COLUMNS
         first = lax.axis_index("warpgroup") * (2 * count)
         return [(pl.ds(n * SWIZZLE_COLUMNS, SWIZZLE_COLUMNS), call.shared.output.at[first + n]) for n in range(count)]
+    if spec.lists_first_keys:
+        chunks = call.shared.q.at[query_tile.query_buffer_index]
+        count = spec.value_dim // SWIZZLE_COLUMNS
+        return [(pl.ds(n * SWIZZLE_COLUMNS, SWIZZLE_COLUMNS), chunks.at[n]) for n in range(count)]
     if spec.value_dim == spec.head_dim:
         return [(None, call.shared.q.at[query_tile.query_buffer_index])]
     # Outputs narrower than queries leave some of the buffer unused; the other warpgroup's buffer is not touched.

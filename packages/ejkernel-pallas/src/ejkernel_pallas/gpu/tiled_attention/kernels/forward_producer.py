@@ -57,16 +57,22 @@ def _copy_key_or_value_block(
     pl.when(key_blocks_done >= call.tile.kv_stages)(lambda: plgpu.barrier_wait(free.at[slot]))
     full_barrier = full.at[slot] if full_barrier is None else full_barrier
     rows, head = (
-        pl.ds(list_index * call.tile.block_kv, call.tile.block_kv),
+        pl.ds(call.first_key(list_index), call.tile.block_kv),
         lax.div(item.head, I32(call.spec.group_size)),
     )
     source = call.operands[operand_name]
-    plgpu.copy_gmem_to_smem(source.at[item.batch_row_of(source), rows, head], buffer.at[slot], full_barrier)
+    target = _chunks_by_row(call, operand_name, slot) if call.spec.lists_first_keys else buffer.at[slot]
+    plgpu.copy_gmem_to_smem(source.at[item.batch_row_of(source), rows, head], target, full_barrier)
     if operand_name == "k" and call.spec.has_dropout:
         numbers = call.operands["k_dropout_keys"]
         plgpu.copy_gmem_to_smem(
             numbers.at[item.batch_row_of(numbers), rows], call.key_block_dropout_keys(key_blocks_done), full_barrier
         )
+
+
+def _chunks_by_row(call: Call, operand_name: str, slot: Any) -> Any:
+    """Returns a tile in chunks of 64 columns, [rows, chunks, 64] as in device memory. Copies may begin with any row."""
+    return getattr(call.shared, f"{operand_name}_rows").at[slot].transpose((1, 0, 2))
 
 
 def _copy_values(call: Call, item: tile_scheduler.WorkTile, list_index: Any, key_blocks_done: Any) -> None:
@@ -84,8 +90,11 @@ def _copy_values(call: Call, item: tile_scheduler.WorkTile, list_index: Any, key
         # Uses a separate mbarrier: consumers must not see the stage before its padding is overwritten.
         copy_block(shared.v_copied)
         plgpu.barrier_wait(shared.v_copied)
-        rows = pl.ds(list_index * call.tile.block_kv, call.tile.block_kv)
-        zero_padding_rows(shared.v.at[slot], ids.at[item.batch_row_of(ids), rows])
+        rows = pl.ds(call.first_key(list_index), call.tile.block_kv)
+        values = shared.v.at[slot]
+        chunks = [values.at[n] for n in range(values.shape[0])] if call.spec.lists_first_keys else [values]
+        for chunk in chunks:
+            zero_padding_rows(chunk, ids.at[item.batch_row_of(ids), rows])
         plgpu.commit_smem()
         plgpu.barrier_arrive(shared.v_full.at[slot])
 
@@ -96,7 +105,8 @@ def _copy_queries(call: Call, item: tile_scheduler.WorkTile, nth_tile: Any, warp
     pl.when(nth_tile >= call.tile.query_buffers)(lambda: plgpu.barrier_wait(shared.q_free.at[buffer]))
     rows, full = pl.ds(item.tile_in_head * call.tile.block_q + warpgroup * WGMMA_M, WGMMA_M), shared.q_full.at[buffer]
     source = call.operands["q"]
-    plgpu.copy_gmem_to_smem(source.at[item.batch_row_of(source), rows, item.head], shared.q.at[buffer], full)
+    target = _chunks_by_row(call, "q", buffer) if call.spec.lists_first_keys else shared.q.at[buffer]
+    plgpu.copy_gmem_to_smem(source.at[item.batch_row_of(source), rows, item.head], target, full)
     if call.spec.has_dropout:
         numbers = call.operands["q_dropout_keys"]
         plgpu.copy_gmem_to_smem(

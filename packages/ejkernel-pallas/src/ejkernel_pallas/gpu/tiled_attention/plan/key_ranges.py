@@ -32,7 +32,7 @@ def key_ranges(spec: HopperSpec, ids: tuple[jax.Array, jax.Array], block_kv: int
     key_extents = find_tile_extents(keys, block_kv)
     is_range_end = jnp.arange(2, dtype=jnp.int32)[:, None] > 0
     ids_to_find = jnp.broadcast_to(queries[:, None], (queries.shape[0], 2, queries.shape[1]))
-    found = jax.vmap(_count_smaller_ids, in_axes=(0, 0, None, 0))(
+    found = jax.vmap(count_smaller_ids, in_axes=(0, 0, None, 0))(
         keys, ids_to_find, is_range_end, key_extents.padding_start.max(axis=1)
     )
     unsorted = key_extents.is_unsorted[:, :, None]
@@ -84,18 +84,21 @@ def position_key_ranges(positions: PositionLimits) -> jax.Array:
     limits, keys = (jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in (limits, keys))
     is_range_end = jnp.arange(2, dtype=jnp.int32)[:, None] > 0
     ends = jnp.full((batch,), kv_len, jnp.int32)
-    found = jax.vmap(_count_smaller_ids, in_axes=(0, 0, None, 0))(keys, limits, is_range_end, ends)
+    found = jax.vmap(count_smaller_ids, in_axes=(0, 0, None, 0))(keys, limits, is_range_end, ends)
     unsorted = (keys[:, 1:] < keys[:, :-1]).any(axis=1)[:, None, None]
     limit = jnp.where(unsorted, jnp.where(is_range_end, kv_len, 0), found) - jnp.where(is_range_end, 1, 0)
     return jnp.where(unsorted & is_range_end, limit + UNSORTED_MARK, limit)
 
 
-def _count_smaller_ids(ids: jax.Array, ids_to_find: jax.Array, includes_equal: jax.Array, end: jax.Array) -> jax.Array:
-    """Returns how many of the first `end` sorted ids are less than each of `ids_to_find`, or equal to it.
+def count_smaller_ids(
+    ids: jax.Array, ids_to_find: jax.Array, includes_equal: jax.Array, end: jax.Array, start: jax.Array | int = 0
+) -> jax.Array:
+    """Returns the end of those of the ids from `start` to `end`, which are sorted, that are less than each of
+    `ids_to_find`, or equal to it.
 
     The binary search is unrolled into a few kernels.
     """
-    low, high = jnp.zeros_like(ids_to_find), jnp.broadcast_to(end, ids_to_find.shape)
+    low, high = jnp.full_like(ids_to_find, start), jnp.broadcast_to(end, ids_to_find.shape)
     for _ in range(ids.shape[0].bit_length()):
         middle = (low + high) // 2
         # A search that has ended continues without effect, as `low < high` no longer holds.
