@@ -36,6 +36,8 @@ def fields(config: type) -> typing.Iterator[tuple[str, typing.Any]]:
             yield from ((field.name, parts[0](**{name: value})) for name, value in fields(parts[0]))
         elif bool in choices:
             yield field.name, True
+        elif str in choices:
+            yield field.name, "auto"
         else:
             yield field.name, literals[0] if literals else 16
 

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Generator, Mapping
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from ejkernel.ops.active_policies import active_policies
 from ejkernel.ops.batch_invariance import GRADIENTS_NOTE
 from ejkernel.ops.callers import caller_arguments, caller_platform, nested_call_notes
 from ejkernel.ops.config.chain import ConfigSelectorChain
+from ejkernel.ops.config.check_cfg import check_cfg, check_platform
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.tuner import Tuner
 from ejkernel.ops.device import DeviceInfo, current_device
@@ -23,8 +24,7 @@ from ejkernel.ops.dispatch import Decision
 from ejkernel.ops.grad import CallPlan, DeviceRun
 from ejkernel.ops.isolation import NOT_ISOLATED_NOTE
 from ejkernel.ops.model import CALL_OPTIONS, Op
-from ejkernel.ops.params import BaseOperationConfig, Platform
-from ejkernel.ops.plugins import registry
+from ejkernel.ops.params import BaseOperationConfig
 from ejkernel.ops.sharding import record_on_shard, run_sharded, specs_from_array_types
 from ejkernel.ops.suspicions import suspicious_argument_warnings
 from ejkernel.ops.tangents import forward_mode_note
@@ -100,14 +100,15 @@ def make_plan(op: Op, args: Any, platform: str | None, cfg: Any, chain: ConfigSe
     """Settles everything about a call but its arguments.
 
     Raises:
-        ValueError: `cfg` is not the operation's configuration class, or contradicts an argument; or the platform is
-            unknown.
+        ValueError: `cfg` is not the operation's configuration class, has a value that its fields do not have, or
+            contradicts an argument; or the platform is unknown.
     """
-    if cfg is not None and not isinstance(cfg, op.config):
-        raise ValueError(f"cfg: got {type(cfg).__name__}, wants {op.config.__name__}")
+    if cfg is not None:
+        check_cfg(op, cfg, "cfg")
     cfg = op.configure(args, cfg)
+    if platform is not None:
+        check_platform(op, platform)
     chosen = platform or (cfg.platform if cfg is not None else "auto")
-    _check_platform(op, chosen)
     return CallPlan(
         op=op,
         device=_device_of(args),
@@ -223,14 +224,6 @@ def _as_specs(in_specs: Any) -> tuple[Any, ...]:
     if isinstance(in_specs, PartitionSpec) or not isinstance(in_specs, tuple | list):
         raise ValueError(f"in_specs: got {in_specs!r}, wants a tuple with a PartitionSpec for each argument")
     return tuple(in_specs)
-
-
-def _check_platform(op: Op, platform: str) -> None:
-    if platform in get_args(Platform):
-        return
-    known = dict.fromkeys((*get_args(Platform), *(i.platform for i in registry().implementations.get(op.name, ()))))
-    if platform not in known and not registry().failed:  # a plugin that did not load may have been meant
-        raise ValueError(f"platform: got {platform!r}, wants one of {', '.join(map(repr, known))}")
 
 
 def _device_of(args: Any) -> DeviceInfo:

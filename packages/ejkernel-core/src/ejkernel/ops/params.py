@@ -166,6 +166,23 @@ class BaseOperationConfig:
         return cls.from_dict(msgspec.json.decode(s))
 
 
+def as_part(argument: str, value: Any, part_type: type) -> Any:
+    """Returns a configuration part as it is, or that of a dictionary.
+
+    Raises:
+        ValueError: The dictionary has a field that the part does not have, or a value of the wrong type.
+    """
+    if not isinstance(value, dict):
+        return value
+    unknown = sorted(str(name) for name in value if name not in {f.name for f in dataclasses.fields(part_type)})
+    if unknown:
+        raise ValueError(f"{argument}: {part_type.__name__} has no field {', '.join(unknown)}")
+    try:
+        return msgspec.convert(value, part_type)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{argument}: {error}") from None
+
+
 def piece(direction: Direction) -> Direction:
     """Returns which piece of a configuration a direction reads. If one configuration serves both passes, this is the
     piece of the forward pass.

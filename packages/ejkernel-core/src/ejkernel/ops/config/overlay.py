@@ -1,11 +1,13 @@
 """The overlay tier: configurations for the calls traced inside a block."""
 
 import contextlib
+import dataclasses
 from collections.abc import Generator, Mapping
 from typing import Any
 
 import jax
 
+from ejkernel.ops.config.check_cfg import check_cfg
 from ejkernel.ops.config.key import ConfigKey
 from ejkernel.ops.params import BaseOperationConfig
 from ejkernel.ops.plugins import registry
@@ -26,13 +28,18 @@ def overlay_cache(mapping: Mapping[ConfigKey | str, Any]) -> Generator[None]:
             or backend does not apply to another's implementation.
 
     Raises:
-        ValueError: A name is no operation's, or is mapped to something that is not that operation's configuration.
+        ValueError: A name is no operation's, or is mapped to something that is not that operation's configuration; or
+            a key is neither a name nor a `ConfigKey`, or is mapped to something that is not a configuration part.
     """
+    if not isinstance(mapping, Mapping):
+        raise ValueError(f"mapping: got {type(mapping).__name__}, wants a mapping of operations to configurations")
     for key, config in mapping.items():
         if isinstance(key, str):
-            expected = registry().op(key).config
-            if not isinstance(config, expected):
-                raise ValueError(f"mapping[{key!r}]: got {type(config).__name__}, wants {expected.__name__}")
+            check_cfg(registry().op(key), config, f"mapping[{key!r}]")
+        elif not isinstance(key, ConfigKey):
+            raise ValueError(f"mapping: got the key {key!r}, wants the name of an operation or a ConfigKey")
+        elif not dataclasses.is_dataclass(config) or isinstance(config, type):
+            raise ValueError(f"mapping[{key}]: got {config!r}, wants a configuration part")
     with _overlay_context((tuple(mapping.items()), *overlays())):
         yield
 

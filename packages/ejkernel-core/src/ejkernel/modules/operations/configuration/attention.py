@@ -3,9 +3,7 @@
 import dataclasses
 from typing import ClassVar, Self
 
-import msgspec
-
-from ejkernel.ops.params import BaseOperationConfig, BwdParams, Direction, FwdParams
+from ejkernel.ops.params import BaseOperationConfig, BwdParams, Direction, FwdParams, as_part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +22,7 @@ class TiledAttentionConfig(BaseOperationConfig):
 
     def __post_init__(self) -> None:
         for name, kind in (("fwd_params", FwdParams), ("bwd_params", BwdParams)):
-            if isinstance(getattr(self, name), dict):
-                object.__setattr__(self, name, msgspec.convert(getattr(self, name), kind))
+            object.__setattr__(self, name, as_part(name, getattr(self, name), kind))
 
     def part(self, direction: Direction) -> FwdParams | BwdParams | None:
         return self.fwd_params if direction == "forward" else self.bwd_params

@@ -3,9 +3,7 @@
 import dataclasses
 from typing import ClassVar, Literal, Self
 
-import msgspec
-
-from ejkernel.ops.params import BaseOperationConfig, Direction, FwdParams
+from ejkernel.ops.params import BaseOperationConfig, Direction, FwdParams, as_part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,8 +198,7 @@ class RaggedDecodeAttentionConfig(BaseOperationConfig):
     fwd_params: FwdParams | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.fwd_params, dict):
-            object.__setattr__(self, "fwd_params", msgspec.convert(self.fwd_params, FwdParams))
+        object.__setattr__(self, "fwd_params", as_part("fwd_params", self.fwd_params, FwdParams))
 
     def part(self, direction: Direction) -> FwdParams | None:
         return self.fwd_params if direction == "forward" else None
