@@ -62,6 +62,13 @@ def test_exports_replace_no_pipe_and_keep_links(run, store, tmp_path):
     assert PersistentCache(tmp_path / "table.json").entries()
 
 
+@pytest.mark.parametrize("columns", ["", "wide", "0", "-5"])
+def test_tables_have_no_limit_where_columns_is_no_width(run, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    PersistentCache().update({KEY: entry(8)})
+    assert "measured" in run("cache", "list").output
+
+
 def test_doctor_knows_a_store_that_no_folder_can_hold(run, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("EJKERNEL_PERSISTENT_CACHE_DIR", str(tmp_path / "file"))

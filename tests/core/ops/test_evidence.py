@@ -170,6 +170,15 @@ def test_environment_variable_lets_unconfirmed_kernels_be_chosen_by_priority(shi
     assert confirmed()
 
 
+def test_another_value_of_the_environment_variable_is_an_error(ship, monkeypatch):
+    ship(confirmation())
+    for value in ("Allow", "1"):
+        monkeypatch.setenv(evidence.UNCONFIRMED_VARIABLE, value)
+        forget()
+        with pytest.raises(ValueError, match=f"EJKERNEL_UNCONFIRMED: got '{value}', wants 'allow', or nothing"):
+            confirmed()
+
+
 def test_evidence_summaries_name_chips_toolchains_and_failures(ship):
     from ejkernel.ops.plugins import registry
 

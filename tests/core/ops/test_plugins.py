@@ -147,13 +147,25 @@ def test_a_backend_for_another_core_is_refused_in_a_sentence(use, x):
     assert "plugin toy (toy-dist 1.0) not loaded: needs ejkernel-core ~=99.0.0" in str(ejkernel.explain("toy", x))
 
 
-@pytest.mark.parametrize(("wanted", "loaded"), [("xla", ["xla"]), ("xla,cuda", ["cuda", "xla"]), ("", [])])
+@pytest.mark.parametrize(("wanted", "loaded"), [("xla", ["xla"]), ("xla, cuda,", ["cuda", "xla"]), ("", [])])
 def test_the_environment_limits_which_plugins_are_loaded(monkeypatch, wanted, loaded):
     found = [SimpleNamespace(name=name) for name in ("cuda", "triton", "xla")]
     monkeypatch.setattr(plugins.importlib.metadata, "entry_points", lambda group: found)
     monkeypatch.setenv("EJKERNEL_PLUGINS", wanted)
 
     assert [entry.name for entry in plugins._entry_points()] == loaded
+
+
+def test_a_name_that_is_not_installed_is_a_plugin_that_did_not_load(monkeypatch):
+    monkeypatch.setenv("EJKERNEL_PLUGINS", "xla,tritno")
+    plugins.reload()
+    try:
+        (missing,) = plugins.registry().failed
+        assert (missing.name, missing.distribution) == ("tritno", "unknown")
+        assert "EJKERNEL_PLUGINS names it, and it is not installed; there are " in missing.error
+        assert [plugin.name for plugin in plugins.registry().plugins] == ["xla", "tritno"]
+    finally:
+        plugins.reload()
 
 
 def test_the_order_is_priority_then_name_whatever_the_order_of_discovery(use):

@@ -127,6 +127,26 @@ def test_no_config_error_names_the_call_and_the_trail(plain, x):
     ]
 
 
+@pytest.mark.parametrize(
+    ("fallback", "outcome"),
+    [("heuristics", "the call fails"), ("autotune", "an eager call measures one, a traced call fails")],
+)
+def test_explain_shows_the_last_tier_instead_of_raising(plain, x, fallback, outcome):
+    with policy_override(allow_heuristics=False, cache_miss_fallback=fallback):
+        decision = ejkernel.explain("toy", x)
+    for choice in (decision.forward, decision.backward):
+        assert (choice.tier, choice.config, choice.implementation.name) == ("error", None, "plain")
+        assert choice.trail[-1] == f"error: no tier has a configuration: {outcome}"
+    assert "config from error: nothing" in str(decision)
+
+
+def test_explain_says_that_an_eager_call_would_be_measured(plain, x):
+    with policy_override(cache_miss_fallback="autotune"):
+        choice = ejkernel.explain("toy", x).forward
+    assert choice.tier == "heuristics"
+    assert "autotune: on, and not tried here: an eager call is measured, a traced one cannot be" in choice.trail
+
+
 def test_the_user_store_wins_over_the_shipped_table(shipping, x, store):
     shipping()
     chain = ConfigSelectorChain(persistent=PersistentCache(store))

@@ -235,6 +235,11 @@ def test_a_path_in_the_home_of_nobody_is_an_error_that_names_the_argument(store_
         store_at("~nobody-of-this-name/x")
 
 
+def test_a_store_that_is_no_path_is_an_error_that_names_the_argument():
+    with pytest.raises(ValueError, match="persistent_cache_path: got 3, wants a path or None"):
+        create_default_executor(3)
+
+
 def unusable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "file").touch()
     return tmp_path / "file" / "store"  # for root, who may write anywhere but under a file

@@ -28,8 +28,14 @@ def open_console(stderr: bool = False) -> Console:
         stderr: Whether on the standard error, because the standard output is for JSON.
     """
     stream = sys.stderr if stderr else sys.stdout
-    width = None if stream.isatty() else int(os.environ.get("COLUMNS", UNLIMITED_WIDTH))
+    width = None if stream.isatty() else _width_without_terminal()
     return Console(width=width, highlight=False, stderr=stderr)
+
+
+def _width_without_terminal() -> int:
+    """Returns the width that COLUMNS names; a value that is no width, such as an empty one, counts as unset."""
+    columns = os.environ.get("COLUMNS", "")
+    return (columns.isdecimal() and int(columns)) or UNLIMITED_WIDTH
 
 
 def print_table(

@@ -80,7 +80,7 @@ class Choice:
         failed_plugins: Plugins that did not load.
         notes: Sentences about implementations that were renamed because two distributions use one name.
         config: The configuration; None until the chain has chosen one.
-        tier: The tier of the chain that it comes from.
+        tier: The tier of the chain that it comes from; `"error"` if no tier that the policy allows has one.
         trail: One sentence per tier, up to the one that answered.
     """
 

@@ -207,7 +207,10 @@ def unconfirmed(implementation: Implementation, op: str, device: DeviceInfo) -> 
 
 @functools.cache
 def _are_unconfirmed_kernels_allowed() -> bool:
-    return os.environ.get(UNCONFIRMED_VARIABLE) == "allow"
+    value = os.environ.get(UNCONFIRMED_VARIABLE, "")
+    if value not in ("", "allow"):
+        raise ValueError(f"{UNCONFIRMED_VARIABLE}: got {value!r}, wants 'allow', or nothing")
+    return value == "allow"
 
 
 @functools.cache

@@ -99,7 +99,7 @@ BATCH_INVARIANT_FIELD = "batch_invariant"
 
 def set_fields_as_text(part: Any) -> str:
     """Returns the fields of a configuration part that are set: `q_blocksize=128, kv_blocksize=64`."""
-    fields = specified_leaf_fields(part)
+    fields = {} if part is None else specified_leaf_fields(part)
     if not fields.get(BATCH_INVARIANT_FIELD):
         fields.pop(BATCH_INVARIANT_FIELD, None)
     return ", ".join(f"{name}={value}" for name, value in fields.items()) or "nothing"

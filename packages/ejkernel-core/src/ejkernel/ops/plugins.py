@@ -100,9 +100,12 @@ loaded_registries: list[Registry] = []
 
 
 def registry() -> Registry:
-    """Discovers and loads the plugins, once per process. `EJKERNEL_PLUGINS=a,b` limits loading to those names."""
+    """Discovers and loads the plugins, once per process. `EJKERNEL_PLUGINS=a,b` limits loading to those names; a name
+    that is not installed counts as a plugin that did not load.
+    """
     if not loaded_registries:
-        loaded_registries.append(load(_entry_points()))
+        loaded = load(_entry_points())
+        loaded_registries.append(dataclasses.replace(loaded, plugins=(*loaded.plugins, *_missing_plugins())))
     return loaded_registries[0]
 
 
@@ -337,6 +340,19 @@ def _distribution_and_version(entry_point: importlib.metadata.EntryPoint) -> str
 
 
 def _entry_points() -> list[importlib.metadata.EntryPoint]:
-    names = os.environ.get("EJKERNEL_PLUGINS")
+    names = _requested_names()
     entry_points = importlib.metadata.entry_points(group=GROUP)
-    return [e for e in entry_points if names is None or e.name in names.split(",")]
+    return [e for e in entry_points if names is None or e.name in names]
+
+
+def _requested_names() -> list[str] | None:
+    """Returns the names in `EJKERNEL_PLUGINS`; None if it is not set."""
+    text = os.environ.get("EJKERNEL_PLUGINS")
+    return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _missing_plugins() -> list[Plugin]:
+    installed = sorted({e.name for e in importlib.metadata.entry_points(group=GROUP)})
+    missing = sorted(set(_requested_names() or ()) - set(installed))
+    error = f"EJKERNEL_PLUGINS names it, and it is not installed; there are {', '.join(installed)}"
+    return [Plugin(name, "unknown", error) for name in missing]

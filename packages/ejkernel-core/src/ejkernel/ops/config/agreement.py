@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import hashlib
 import itertools
+import math
 import os
 import threading
 from collections.abc import Callable, Generator
@@ -138,9 +139,20 @@ def _publish_message(name: str, message: _Message) -> None:
     client.key_value_set(name, msgspec.json.encode(message).decode())
 
 
+def _timeout_s() -> float:
+    text = os.environ.get(TIMEOUT_VARIABLE) or "600"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{TIMEOUT_VARIABLE}: got {text!r}, wants a positive number of seconds")
+    return seconds
+
+
 def _wait_for_message(name: str, key: ConfigKey) -> str:
     client: Any = _compat.coordination_client()
-    timeout_s = float(os.environ.get(TIMEOUT_VARIABLE, "600"))
+    timeout_s = _timeout_s()
     try:
         return client.blocking_key_value_get(name, int(timeout_s * 1000))
     except jax.errors.JaxRuntimeError as error:

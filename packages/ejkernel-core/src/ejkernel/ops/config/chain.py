@@ -271,6 +271,8 @@ class ConfigSelectorChain:
             trail.append("autotune: the policy measures forward passes alone")
         elif key in self._untunable:
             trail.append(f"autotune: failed earlier, {self._untunable[key]}")
+        elif argument is None and is_explain_only():
+            trail.append("autotune: on, and not tried here: an eager call is measured, a traced one cannot be")
         elif argument is None:
             # Under a trace nothing runs that could be timed. The call was recorded and can be tuned afterwards.
             trail.append("autotune: on, but a traced call cannot be measured; tune the call eagerly or offline")
@@ -304,6 +306,8 @@ class ConfigSelectorChain:
 
     def _select_by_heuristic(self, key: ConfigKey, request: Request, trail: list[str]) -> Selection:
         if not effective_policy(self.policy, self).allow_heuristics:
+            if is_explain_only():
+                return _no_selection(effective_policy(self.policy, self), trail)
             self.report_event("error", request.op.name, direction=request.direction)
             steps = "\n  ".join((*trail, "heuristics: not allowed by the policy"))
             raise NoConfigError(f"no configuration for {key}\n  {steps}")
@@ -328,6 +332,13 @@ def _select_for_any_batch(request: Request, trail: list[str]) -> Selection:
     """
     steps = ("heuristics: the implementation's rule for batch_invariant blocks; measurements are of one batch",)
     return Selection(request.heuristic(), "heuristics", (*trail, *steps))
+
+
+def _no_selection(policy: AutotunePolicy, trail: list[str]) -> Selection:
+    """Returns the answer of the last tier to `explain`; a call raises a `NoConfigError` instead."""
+    outcome = "an eager call measures one, a traced call fails" if policy.tunes_on_miss else "the call fails"
+    steps = ("heuristics: not allowed by the policy", f"error: no tier has a configuration: {outcome}")
+    return Selection(None, "error", (*trail, *steps))
 
 
 def _shipped_config_part(key: ConfigKey, request: Request, predicted: bool = False) -> tuple[Any | None, str]:

@@ -91,8 +91,10 @@ def expand_store_path(argument: str, path: str | os.PathLike[str] | None) -> Pat
         path: The path.
 
     Raises:
-        ValueError: The path begins with the home directory of a user that does not exist.
+        ValueError: The path begins with the home directory of a user that does not exist, or it is no path.
     """
+    if not isinstance(path, str | os.PathLike | None):
+        raise ValueError(f"{argument}: got {path!r}, wants a path or None")
     try:
         return None if path is None else Path(path).expanduser()
     except RuntimeError:

@@ -171,7 +171,7 @@ def create_default_executor(
         timing_iterations: Timed runs of each candidate, of which the median counts.
 
     Raises:
-        ValueError: The store's path begins with the home directory of a user that does not exist.
+        ValueError: The store's path is no path, or begins with the home directory of a user that does not exist.
     """
     store = PersistentCache(path=expand_store_path("persistent_cache_path", persistent_cache_path))
     policy = AutotunePolicy(
