@@ -62,7 +62,7 @@ def served(op: Op, implementation: Implementation, record: Any) -> bool:
     device = current_device()
     reasons = (
         *refusals(op.family, implementation, record, device, "auto", "forward", frozenset()),
-        *invariance_refusals(op.family, implementation, record),
+        *invariance_refusals(op, implementation, record),
     )
     return not reasons
 

@@ -11,6 +11,7 @@ from jax import lax
 from tpu_chips import CHIPS
 
 from ejkernel.modules import mla_decode, multi_latent_ragged_page_attention
+from ejkernel.ops import batch_invariant
 from ejkernel_pallas.tpu.profile.chips import chip
 from ejkernel_pallas.tpu.profile.compiling import compiling_for
 
@@ -99,3 +100,29 @@ def test_writing_to_and_decoding_dense_caches_copies_none(name, sizes):
     found = {what for size, what in INSTRUCTION.findall(made) if math.prod(map(int, size.split(","))) >= smallest}
     assert "tpu_custom_call" in made
     assert found == {"parameter", "bitcast", "dynamic-update-slice"}
+
+
+IN_BLOCK = [(*x, n) for x, n in zip(CACHES, (16, 128, 16, 128, 16, 128, 128), strict=True)]
+"""Chips, the sizes of caches, and heads."""
+
+
+@pytest.mark.parametrize(("name", "sizes", "heads"), IN_BLOCK)
+def test_decoding_compiles_in_a_block(name, sizes, heads):
+    """The cache is shorter than a block of whole steps."""
+
+    def step(query, w_kc, w_vc, lengths, *caches):
+        latent, rope = caches if len(caches) == 2 else (*caches, None)
+        with batch_invariant():
+            return mla_decode(query, latent, rope, w_kc, w_vc, lengths, platform="pallas")
+
+    with compiling_for(chip(name)) as sharding:
+        arrays = shapes(
+            sharding,
+            query=((2, heads, 128 + sum(sizes) - 512), None),
+            w_kc=((512, heads, 128), None),
+            w_vc=((512, heads, 128), None),
+            lengths=((2,), jnp.int32),
+            **{f"cache{n}": ((2, 300, n), None) for n in sizes},
+        )
+        made = jax.jit(step).trace(*arrays).lower(lowering_platforms=("tpu",)).compile()
+    assert "tpu_custom_call" in made.as_text()

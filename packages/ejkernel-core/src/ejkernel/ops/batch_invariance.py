@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from ejkernel.families.contract import Family
-from ejkernel.ops.model import Implementation
+from ejkernel.ops.model import Implementation, Op
 from ejkernel.types.block_policy import BlockPolicy
 
 _policy = BlockPolicy()
@@ -49,9 +48,17 @@ def is_batch_invariant() -> bool:
     return _policy.is_on
 
 
-def invariance_refusals(family: Family, implementation: Implementation, record: Any) -> Iterator[str]:
+def invariances_of_call(op: Op, record: Any) -> frozenset[str]:
+    """Returns what the bits of a row of a call may depend on: what the family lists, without `packing` if a row is one
+    request, and without `chunking` if it has one query.
+    """
+    excluded = {"packing": op.padding_only, "chunking": op.single_query}
+    return op.family.invariances(record) - {name for name, is_excluded in excluded.items() if is_excluded}
+
+
+def invariance_refusals(op: Op, implementation: Implementation, record: Any) -> Iterator[str]:
     """Yields the reasons why an implementation does not serve a call in a `batch_invariant` block."""
-    missing = sorted(family.invariances(record) - implementation.invariant_to)
+    missing = sorted(invariances_of_call(op, record) - implementation.invariant_to)
     if missing:
         yield f"batch_invariant: its rows may depend on {', '.join(missing)}"
     yield from (f"batch_invariant: {reason}" for reason in implementation.invariance_limits(record))

@@ -169,7 +169,7 @@ def choose(
         reasons += _foreign_config(op, implementation, direction, cfg)
         restricted = batch_invariant and direction == "forward"
         if restricted:
-            reasons += tuple(invariance_refusals(op.family, implementation, record))
+            reasons += tuple(invariance_refusals(op, implementation, record))
         verdict = _make_verdict(op, implementation, record, device, direction, reasons)
         fixed = implementation.invariant_priority if restricted and not reasons else None
         verdicts.append(verdict if fixed is None else dataclasses.replace(verdict, priority=fixed, priority_reason=""))

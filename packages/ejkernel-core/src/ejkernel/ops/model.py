@@ -95,8 +95,7 @@ class Op:
         tolerance: dtype name -> accepted error of outputs and gradients.
         make_inputs: (argument record of `jax.ShapeDtypeStruct`, PRNG key) -> valid concrete argument record; normal
             numbers unless given.
-        axes_of: Argument record -> those letters that differ from `axes` for such calls, `"output"` among them; None
-            where they never do.
+        axes_of: Argument record -> letters of such calls that differ from `axes`, also of `"output"`; None if none do.
         finish: (argument record, family output) -> what the public function returns.
         output: Axis letters of what the public function returns; None where they are the family's.
         lse: Axis letters of what `return_lse=True` puts after the first result; None where there is no such argument.
@@ -107,8 +106,8 @@ class Op:
         conditions: Argument record -> what the values of its integers have to satisfy; None where they may be any.
         padding_only: Whether segment ids of its records mark padding and nothing else. A row is then one request, and
             forward functions are given the record as it is: a pass over a cache would cost as much as the kernel.
-        conventions: Argument record -> what the call means where libraries differ, in sentences for `explain`; None
-            where there is nothing to say.
+        single_query: Whether a row of every call has one query: no call has a chunk of a prompt.
+        conventions: Argument record -> sentences for `explain` on what a call means where libraries differ, or None.
         version: Raised when the meaning of a stored configuration changes.
     """
 
@@ -132,6 +131,7 @@ class Op:
     axes_of: Callable[[Any], Mapping[str, Any]] | None = None
     conditions: Conditions | None = None
     padding_only: bool = False
+    single_query: bool = False
     conventions: Callable[[Any], Iterable[str]] | None = None
     version: str = "1"
 

@@ -224,6 +224,7 @@ class MLADecode(Kernel[MLADecodeConfig, Array]):
 
 OP = Op(
     padding_only=True,
+    single_query=True,
     arguments=MLADecodeArguments,
     family=tiled_attention.FAMILY,
     validate=validate,

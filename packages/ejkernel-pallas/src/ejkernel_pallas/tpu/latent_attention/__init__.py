@@ -18,6 +18,9 @@ SUPPORTED_OPTIONAL_FIELDS = frozenset(
 )
 """Optional fields that the records of `mla_decode` can have."""
 
+FIXED_IF_INVARIANT = ("block_kv", "product_rows", "product_keys")
+"""Fields of the configuration that sums depend on."""
+
 
 def _refusal_reasons(record: Any) -> Generator[str]:
     """Yields the reasons to refuse a record."""
@@ -29,7 +32,7 @@ def implementations() -> tuple[Implementation, ...]:
     return (
         make_mosaic_tpu_implementation(
             FAMILY,
-            ConfigSpace.of(config, forward=config.TpuPaged),
+            ConfigSpace.of(config, forward=config.TpuPaged, fixed_if_invariant=FIXED_IF_INVARIANT),
             tpu_requires(
                 head_dims=range(1, 1025), supported_fields=SUPPORTED_OPTIONAL_FIELDS, refusal_reasons=_refusal_reasons
             ),
@@ -38,5 +41,7 @@ def implementations() -> tuple[Implementation, ...]:
             only=frozenset({"mla_decode"}),
             name="mosaic_tpu_latent",
             priority=20,
+            invariant_to=frozenset({"batch", "padding"}),
+            cases="ejkernel_pallas.tpu.latent_attention.cases:cases",
         ),
     )

@@ -34,7 +34,8 @@ class TpuPaged:
         parts: Shares of the work, one per core of a chip whose cores are one device.
         product_rows: Query rows per product, in a `batch_invariant` block, where all products of all calls have the
             same sizes; 0 elsewhere.
-        product_keys: Keys per product, likewise.
+        product_keys: Keys per product, likewise. Without `product_rows`, of an operation whose calls all have one query
+            per sequence: blocks then have `block_kv` keys, however long the caches are.
     """
 
     block_q: int
@@ -198,15 +199,22 @@ def _default_block_keys(record: PagedAttention, kind: str) -> int:
         if default_tile_tokens(record) == 1 and heads_share_products(record) and not is_v7x(kind)
         else DEFAULT_BLOCK_VMEM_BYTES
     )
-    token, keys = _token_vmem_bytes(record), 128
-    while keys < 4096 and 2 * keys * token <= most:
-        keys *= 2
-    keys = min(keys, cdiv(paged_cache.max_sequence_len(record), 128) * 128)
+    keys = min(block_keys_in_vmem(record, most), cdiv(paged_cache.max_sequence_len(record), 128) * 128)
     while keys > 128 and (
         _pair_bias_vmem_bytes(record, keys) > MAX_PAIR_BIAS_VMEM_BYTES
         or _function_vmem_bytes(record, keys) > MAX_FUNCTION_VMEM_BYTES
     ):
         keys = cdiv(keys // 2, 128) * 128
+    return keys
+
+
+def block_keys_in_vmem(record: PagedAttention, most: int = DEFAULT_BLOCK_VMEM_BYTES) -> int:
+    """Returns the keys of the largest block of at most `most` bytes, a power of 2; the length of the cache and the
+    number of sequences do not matter.
+    """
+    token, keys = _token_vmem_bytes(record), LANES
+    while keys < 4096 and 2 * keys * token <= most:
+        keys *= 2
     return keys
 
 

@@ -87,8 +87,7 @@ class PagedSpec:
             alone; None without chunks.
         has_slopes: Whether scores have ALiBi's term.
         pair_bias_columns: Columns of the bias for pairs of new tokens; 0 without it.
-        has_row_positions: Whether the mask reads a position of each row, since rows of a tile belong to several
-            sequences.
+        has_row_positions: Whether the mask reads a position of each row: rows of a tile are of several sequences.
         has_row_contexts: Whether ALiBi's term reads a context length of each row, for the same reason.
         output_dtype: Dtype of the output.
         value_scale: Factor on the output.
@@ -189,7 +188,7 @@ class PagedSpec:
 @dataclasses.dataclass(frozen=True)
 class PagedTiles:
     """The tiles of a configuration: query tokens, keys, parts of the work list, and rows and keys of all products in a
-    `batch_invariant` block, 0 elsewhere.
+    `batch_invariant` block, 0 elsewhere. The rows are 0 also where all calls of an operation decode.
     """
 
     queries: int
@@ -339,15 +338,16 @@ def _key_block_fields(
     single = _has_single_token_tiles(record, sizes)
     # Mosaic does not load a single lane group of the norms at a traced index.
     multiple = sizes.product_keys or (LANES if cache.codes is None else CODE_KEYS_PER_CHUNK)
-    keys = min(sizes.keys, paged_cache.max_sequence_len(record))
+    # Where all calls decode, a block may be larger than the cache, so that it has the same steps for all caches.
+    keys = sizes.keys if sizes.product_keys and single else min(sizes.keys, paged_cache.max_sequence_len(record))
     block = whole_page_block_keys(math.lcm(cache.slots_per_page, multiple), keys)
-    if sizes.product_keys:
+    if sizes.product_keys and not single:
         return {"part_kv": multiple, "block_kv": block, "chunk_kv": multiple, "chunks_per_step": 1}
     chunk, per_step = _product_sizes(
         block, single, heads_per_product, 16 if has_256_wide_mxu(current_device().kind) else 8
     )
     if cache.is_latent and single:
-        chunk = math.gcd(block, LATENT_KEYS_PER_PART)
+        chunk = sizes.product_keys or math.gcd(block, LATENT_KEYS_PER_PART)
         per_step = math.gcd(block // chunk, LATENT_CHUNKS_PER_STEP)
     if cache.codes is not None:
         chunk = math.gcd(block, CODE_KEYS_PER_CHUNK)
