@@ -91,6 +91,12 @@ def test_without_shapes_the_benchmark_cases_run(run, monkeypatch):
     assert asked == ["small model"]
 
 
+def test_a_plot_that_cannot_be_written_is_one_line_after_the_table(run, tmp_path):
+    plot = tmp_path / "missing" / "times.png"
+    result = run("bench", *SMALL, "--no-baselines", "--repeat", "1", "--plot", str(plot), status=1)
+    assert f"Error: --plot: {plot} cannot be written" in result.output
+
+
 def test_plotting_without_matplotlib_says_what_to_install(run, monkeypatch, tmp_path):
     find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "matplotlib" else find(name))

@@ -187,10 +187,13 @@ def _print_json_and_plot(call_options: CallOptions, timing_options: TimingOption
         return
     from ejkernel.cli.plot import draw_bars, draw_sweep
 
-    if timing_options.sweep is None:
-        draw_bars(timings, timing_options.plot, title)
-    else:
-        draw_sweep(timings, timing_options.plot, title, ", ".join(timing_options.sweep[0]))
+    try:
+        if timing_options.sweep is None:
+            draw_bars(timings, timing_options.plot, title)
+        else:
+            draw_sweep(timings, timing_options.plot, title, ", ".join(timing_options.sweep[0]))
+    except OSError as error:
+        raise click.ClickException(f"--plot: {timing_options.plot} cannot be written: {error}") from error
     if not timing_options.as_json:
         click.echo(f"plot written to {timing_options.plot}")
 
