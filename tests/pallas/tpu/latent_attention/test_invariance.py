@@ -16,7 +16,6 @@ from ejkernel.modules import mla_decode
 from ejkernel.modules.operations.cases import mla_decode as cases
 from ejkernel.modules.operations.cases.mla_decode import DecodeSizes
 from ejkernel.ops import batch_invariant
-from ejkernel.ops.batch_invariance import invariances_of_call
 from ejkernel.ops.device import DeviceInfo, current_device, target_device
 from ejkernel.ops.model import Case
 from ejkernel.ops.plugins import registry
@@ -105,16 +104,15 @@ def test_one_configuration_serves_all_batches(device):
 
 
 def test_calls_in_a_block_decode_in_the_kernel():
-    """One query per row, and one sequence: neither chunking nor packing applies, whatever the segment ids say."""
-    assert invariances_of_call(registry().op(OPERATION), lowered(OPERATION, cases.make_arrays, SIZES)) == {
-        "batch",
-        "padding",
-    }
+    """Rows have one query and one sequence; kernels of the whole family without a claim for segment ids are refused."""
     arguments = cases.make_arrays(jax.random.key(0), SIZES)
     with target_device(DEVICES[0]), batch_invariant():
         forward = explain(mla_decode, **arguments).forward
     assert forward.implementation is not None
     assert forward.implementation.name == "mosaic_tpu_latent"
+    reasons = {verdict.implementation.name: verdict.reasons for verdict in forward.verdicts}
+    refused = "batch_invariant: its rows may depend on packing"
+    assert refused in reasons["mosaic_tpu"]
 
 
 def test_a_block_of_two_steps_decodes_without_races():

@@ -48,17 +48,23 @@ def is_batch_invariant() -> bool:
     return _policy.is_on
 
 
-def invariances_of_call(op: Op, record: Any) -> frozenset[str]:
-    """Returns what the bits of a row of a call may depend on: what the family lists, without `packing` if a row is one
-    request, and without `chunking` if it has one query.
+def required_invariances(op: Op, implementation: Implementation, record: Any) -> frozenset[str]:
+    """Returns the kinds of invariance that an implementation has to provide for a call: those that the family lists.
+
+    An implementation of this operation alone need not provide what calls of it never have: `chunking` if rows have one
+    query, and `packing` if segment ids only mark padding. Those of a whole family must: their other claims are proven
+    for calls without segment ids.
     """
-    excluded = {"packing": op.padding_only, "chunking": op.single_query}
-    return op.family.invariances(record) - {name for name, is_excluded in excluded.items() if is_excluded}
+    names = op.family.invariances(record)
+    if implementation.only != {op.name}:
+        return names
+    excluded = {"chunking": op.single_query, "packing": op.padding_only}
+    return names - {name for name, is_excluded in excluded.items() if is_excluded}
 
 
 def invariance_refusals(op: Op, implementation: Implementation, record: Any) -> Iterator[str]:
     """Yields the reasons why an implementation does not serve a call in a `batch_invariant` block."""
-    missing = sorted(invariances_of_call(op, record) - implementation.invariant_to)
+    missing = sorted(required_invariances(op, implementation, record) - implementation.invariant_to)
     if missing:
         yield f"batch_invariant: its rows may depend on {', '.join(missing)}"
     yield from (f"batch_invariant: {reason}" for reason in implementation.invariance_limits(record))
