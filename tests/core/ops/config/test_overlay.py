@@ -9,7 +9,7 @@ from toy import ToyConfig
 from toy import toy as call
 
 from ejkernel.modules import FlashAttentionConfig
-from ejkernel.ops import FwdParams, overlay_cache
+from ejkernel.ops import BwdParams, FwdParams, NoConfigError, overlay_cache, policy_override
 from ejkernel.ops.config.overlay import overlays
 
 
@@ -42,6 +42,36 @@ def test_the_innermost_overlay_wins_and_leaving_restores_the_outer_one(plain, x,
 def test_an_inner_overlay_for_another_operation_keeps_the_outer_one(plain, x, chain):
     with overlay_cache({"toy": config(1)}), overlay_cache({"flash_attention": FlashAttentionConfig()}):
         assert used(lambda: call(x, chain=chain)) == 1
+
+
+def backward_sizes(run) -> set[int]:
+    start = len(toy.SEEN)
+    run()
+    return {part.q_blocksize for part in toy.seen("backward", since=start)}
+
+
+def test_a_backward_pass_traced_after_the_block_has_the_overlay_of_its_call(plain, x, chain):
+    both = ToyConfig(fwd_params=tile(2), bwd_params=BwdParams(q_blocksize=2, kv_blocksize=2))
+    outer = ToyConfig(fwd_params=tile(4), bwd_params=BwdParams(q_blocksize=4, kv_blocksize=4))
+
+    def loss(x):
+        with overlay_cache({"toy": both}):
+            return call(x, chain=chain).sum()
+
+    assert backward_sizes(lambda: jax.grad(loss)(x)) == {2}
+    assert backward_sizes(lambda: jax.jit(jax.grad(jax.checkpoint(loss)))(x.T)) == {2}
+    with overlay_cache({"toy": outer}):
+        assert backward_sizes(lambda: jax.jit(jax.grad(loss))(x[:2])) == {2}
+
+
+def test_a_backward_pass_traced_after_the_block_has_the_policy_of_its_call(plain, x, chain):
+    def loss(x):
+        with overlay_cache({"toy": config(2)}), policy_override(allow_heuristics=False):
+            return call(x, chain=chain).sum()
+
+    loss(x)
+    with pytest.raises(NoConfigError, match="backward"):
+        jax.grad(loss)(x)
 
 
 def test_an_exact_key_beats_a_name_of_the_same_overlay(plain, x, chain):

@@ -17,7 +17,9 @@ from ejkernel.ops.batch_invariance import GRADIENTS_NOTE
 from ejkernel.ops.callers import caller_arguments, caller_platform, nested_call_notes
 from ejkernel.ops.config.chain import ConfigSelectorChain
 from ejkernel.ops.config.check_cfg import check_cfg, check_platform
+from ejkernel.ops.config.overlay import overlays
 from ejkernel.ops.config.persistent import PersistentCache
+from ejkernel.ops.config.policy import active_policy_overrides
 from ejkernel.ops.config.tuner import Tuner
 from ejkernel.ops.device import DeviceInfo, current_device
 from ejkernel.ops.dispatch import Decision
@@ -116,6 +118,8 @@ def make_plan(op: Op, args: Any, platform: str | None, cfg: Any, chain: ConfigSe
         cfg=cfg,
         chain=chain,
         returns_lse=op.returns_residual_lse(args),
+        overlays=overlays(),
+        policy_overrides=active_policy_overrides(),
         **active_policies(),
     )
 

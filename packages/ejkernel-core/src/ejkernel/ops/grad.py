@@ -50,6 +50,8 @@ class CallPlan:
         isolates_sequences: Whether the call was made in an `isolate_sequences` block.
         batch_invariant: Whether the call was made in a `batch_invariant` block.
         forward_mode: Whether the call was made in a `forward_mode` block.
+        overlays: The overlays around the call, innermost first.
+        policy_overrides: What `policy_override` blocks around the call replace.
     """
 
     op: Op
@@ -62,6 +64,8 @@ class CallPlan:
     isolates_sequences: bool = False
     batch_invariant: bool = False
     forward_mode: bool = False
+    overlays: tuple[Any, ...] = ()
+    policy_overrides: tuple[Any, ...] = ()
 
     @property
     def tunes_on_miss(self) -> bool:

@@ -7,6 +7,8 @@ from typing import Any, TypeVar, cast
 
 from ejkernel.ops.active_policies import active_policies
 from ejkernel.ops.batch_invariance import batch_invariant
+from ejkernel.ops.config.overlay import overlays, restored_overlays
+from ejkernel.ops.config.policy import active_policy_overrides, restored_policy_overrides
 from ejkernel.ops.device import current_device, target_device
 from ejkernel.ops.isolation import isolate_sequences
 from ejkernel.ops.second import second_derivatives
@@ -25,7 +27,8 @@ _BLOCKS = {
 
 @contextlib.contextmanager
 def context_of_plan(plan: Any) -> Generator[None]:
-    """Makes the device of a `CallPlan` current, and turns on its policies that are off; others stay as they are.
+    """Makes the device of a `CallPlan` current, and turns on its policies that are off, and its overlays and policy
+    overrides; others stay as they are.
 
     `jax.vjp` and `jax.export` trace a pass when it is used. Kernels and the calls within them read the device and the
     policies of the block around them. A block changes the jit key, so none is entered where nothing differs.
@@ -36,6 +39,10 @@ def context_of_plan(plan: Any) -> Generator[None]:
         for field, block in _BLOCKS.items():
             if getattr(plan, field) and not active_policies()[field]:
                 stack.enter_context(block())
+        if plan.overlays and plan.overlays != overlays():
+            stack.enter_context(restored_overlays(plan.overlays))
+        if plan.policy_overrides and plan.policy_overrides != active_policy_overrides():
+            stack.enter_context(restored_policy_overrides(plan.policy_overrides))
         yield
 
 

@@ -27,7 +27,7 @@ class RecordedCall:
     """One distinct call.
 
     Attributes:
-        plan: How it was to be carried out, without the call's own configuration.
+        plan: How it was to be carried out, without the call's own configuration and the blocks around it.
         args: Its argument record, with `jax.ShapeDtypeStruct` leaves.
         mesh: With in_specs: it ran under `shard_map`.
         in_specs: Partition specs of the first arguments.
@@ -54,7 +54,8 @@ def record_call(plan: Any, args: Any, mesh: Any = None, in_specs: Any = None) ->
     if not (_policy.is_on or (plan.tunes_on_miss and _leaves_fields_unset(plan.cfg))):
         return
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.dtypes.result_type(x)), args)
-    call = RecordedCall(dataclasses.replace(plan, cfg=None), abstract, mesh, in_specs)
+    anywhere = dataclasses.replace(plan, cfg=None, overlays=(), policy_overrides=())  # it is tuned outside of blocks
+    call = RecordedCall(anywhere, abstract, mesh, in_specs)
     if len(_recorded_calls) < MAX_RECORDED_CALLS:
         _recorded_calls.setdefault(call.tuning_identity, call)
     elif call.tuning_identity not in _recorded_calls:

@@ -31,8 +31,10 @@ def overlay_cache(mapping: Mapping[ConfigKey | str, Any]) -> Generator[None]:
         ValueError: A name is no operation's, or is mapped to something that is not that operation's configuration; or
             a key is neither a name nor a `ConfigKey`, or is mapped to something that is not a configuration part.
     """
-    if not isinstance(mapping, Mapping):
-        raise ValueError(f"mapping: got {type(mapping).__name__}, wants a mapping of operations to configurations")
+    unchecked: Any = mapping
+    if not isinstance(unchecked, Mapping):
+        raise ValueError(f"mapping: got {type(unchecked).__name__}, wants a mapping of operations to configurations")
+    key: Any
     for key, config in mapping.items():
         if isinstance(key, str):
             check_cfg(registry().op(key), config, f"mapping[{key!r}]")
@@ -47,6 +49,11 @@ def overlay_cache(mapping: Mapping[ConfigKey | str, Any]) -> Generator[None]:
 def overlays() -> tuple[_Overlay, ...]:
     """Returns the active overlays, innermost first."""
     return _overlay_context.value
+
+
+def restored_overlays(active: tuple[_Overlay, ...]) -> contextlib.AbstractContextManager[None]:
+    """Returns a block in which the given overlays are active, and no others."""
+    return _overlay_context(active)
 
 
 def find_overlay_part(key: ConfigKey, platform_and_backend: Mapping[str, str]) -> tuple[Any | None, str]:

@@ -93,8 +93,9 @@ def expand_store_path(argument: str, path: str | os.PathLike[str] | None) -> Pat
     Raises:
         ValueError: The path begins with the home directory of a user that does not exist, or it is no path.
     """
-    if not isinstance(path, str | os.PathLike | None):
-        raise ValueError(f"{argument}: got {path!r}, wants a path or None")
+    unchecked: Any = path
+    if not isinstance(unchecked, str | os.PathLike | None):
+        raise ValueError(f"{argument}: got {unchecked!r}, wants a path or None")
     try:
         return None if path is None else Path(path).expanduser()
     except RuntimeError:

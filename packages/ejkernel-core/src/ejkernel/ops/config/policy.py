@@ -51,6 +51,11 @@ def active_policy_overrides() -> tuple[_PolicyUpdate, ...]:
     return _override_context.value
 
 
+def restored_policy_overrides(overrides: tuple[_PolicyUpdate, ...]) -> contextlib.AbstractContextManager[None]:
+    """Returns a block in which the given replacements hold, and no others."""
+    return _override_context(overrides)
+
+
 class HasPolicy(Protocol):
     """A chain."""
 
