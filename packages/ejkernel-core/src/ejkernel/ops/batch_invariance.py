@@ -56,7 +56,7 @@ def required_invariances(op: Op, implementation: Implementation, record: Any) ->
     for calls without segment ids.
     """
     names = op.family.invariances(record)
-    if implementation.only != {op.name}:
+    if implementation.only != frozenset((op.name,)):
         return names
     excluded = {"chunking": op.single_query, "packing": op.padding_only}
     return names - {name for name, is_excluded in excluded.items() if is_excluded}
