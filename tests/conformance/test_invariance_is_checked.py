@@ -51,77 +51,58 @@ def test_a_claim_that_no_case_shows_fails(target):
         invariance.check_invariance(dataclasses.replace(target, cases=()))
 
 
-def test_splits_that_vary_with_the_batch_are_found(monkeypatch):
-    """The same kernel with fixed tiles of keys passes; tiles that follow the number of sequences change rows' bits."""
-    op = registry().op("page_attention")
-    implementation = next(i for i in registry().implementations[op.name] if i.name == "xla")
-    case = next(case for case in op.cases if "ci" in case.tags)
-    target = FamilyTarget(implementation, ((op, case),), "batch")
+FAULTS = {
+    "splits that vary with the batch": (
+        "page_attention",
+        lambda case: "ci" in case.tags,
+        lambda record, fault: {
+            "block_q": 1,
+            "block_kv": 16 if fault and record.kv_lens.shape[0] == 1 else 8,
+            "stack": 1,
+            "batch_invariant": True,
+        },
+        "batch, the last sequence alone: ",
+    ),
+    "blocks of keys that vary with the chunk": (
+        "flash_attention",
+        lambda case: case.name == "causal",
+        lambda record, fault: {
+            "block_q": 32,
+            "block_kv": 64 if fault and record.query.shape[1] <= 100 else 32,
+            "batch_invariant": True,
+        },
+        "chunking, a chunk: ",
+    ),
+    "blocks of keys that begin with the row": (
+        "flash_attention",
+        lambda case: case.name == "segments with padding",
+        lambda record, fault: {"block_q": 32, "block_kv": 32, "batch_invariant": not fault},
+        "packing, .* ",
+    ),
+}
+"""Operation, which case, the fields of XLA's configuration with and without the fault, and what the check says."""
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_blocks_of_keys_that_depend_on_the_call_are_found(name, monkeypatch):
+    """The same kernel with fixed blocks passes; the others change rows' bits."""
+    operation, is_case, fields_of, message = FAULTS[name]
+    op = registry().op(operation)
+    implementation = next(i for i in registry().implementations[operation] if i.name == "xla")
+    target = FamilyTarget(implementation, ((op, next(filter(is_case, op.cases))),), message.split(",")[0])
     forward, tiles = implementation.function("forward"), implementation.config.forward
 
-    def compiled_with(keys_per_tile):
+    def compiled_with(fault):
         def compiled(op, implementation):
-            def run(record):
-                keys = keys_per_tile(record.kv_lens.shape[0])
-                return forward(record, tiles(block_q=1, block_kv=keys, stack=1, batch_invariant=True))[0]
-
-            return lambda record: [np.asarray(x) for x in jax.tree.leaves(jax.jit(run)(record))]
+            run = jax.jit(lambda record: forward(record, tiles(**fields_of(record, fault)))[0])
+            return lambda record: [np.asarray(x) for x in jax.tree.leaves(run(record))]
 
         return compiled
 
-    monkeypatch.setattr(invariance, "_compiled", compiled_with(lambda sequences: 8))
-    invariance.check_invariance(target)
-    monkeypatch.setattr(invariance, "_compiled", compiled_with(lambda sequences: 8 if sequences > 1 else 16))
-    with pytest.raises(AssertionError, match=r"the last sequence alone: .* of the same rows differ"):
-        invariance.check_invariance(target)
-
-
-def test_blocks_of_keys_that_begin_with_the_row_are_found(monkeypatch):
-    """The same kernel with blocks that begin with segments passes."""
-    op = registry().op("flash_attention")
-    implementation = next(i for i in registry().implementations[op.name] if i.name == "xla")
-    case = next(case for case in op.cases if case.name == "segments with padding")
-    target = FamilyTarget(implementation, ((op, case),), "packing")
-    forward, tiles = implementation.function("forward"), implementation.config.forward
-
-    def compiled_with(begins_with_segments):
-        def compiled(op, implementation):
-            def run(record):
-                return forward(record, tiles(block_q=32, block_kv=32, batch_invariant=begins_with_segments))[0]
-
-            return lambda record: [np.asarray(x) for x in jax.tree.leaves(jax.jit(run)(record))]
-
-        return compiled
-
-    monkeypatch.setattr(invariance, "_compiled", compiled_with(True))
-    invariance.check_invariance(target)
     monkeypatch.setattr(invariance, "_compiled", compiled_with(False))
-    with pytest.raises(AssertionError, match=r"packing, .* of the same rows differ"):
-        invariance.check_invariance(target)
-
-
-def test_blocks_of_keys_that_vary_with_the_chunk_are_found(monkeypatch):
-    """The same kernel with fixed blocks passes; blocks that follow the number of queries change rows' bits."""
-    op = registry().op("flash_attention")
-    implementation = next(i for i in registry().implementations[op.name] if i.name == "xla")
-    case = next(case for case in op.cases if case.name == "causal")
-    target = FamilyTarget(implementation, ((op, case),), "chunking")
-    forward, tiles = implementation.function("forward"), implementation.config.forward
-
-    def compiled_with(block_of):
-        def compiled(op, implementation):
-            def run(record):
-                block = block_of(record.query.shape[1])
-                return forward(record, tiles(block_q=32, block_kv=block, batch_invariant=True))[0]
-
-            return lambda record: [np.asarray(x) for x in jax.tree.leaves(jax.jit(run)(record))]
-
-        return compiled
-
-    monkeypatch.setattr(invariance, "_compiled", compiled_with(lambda queries: 32))
     invariance.check_invariance(target)
-    monkeypatch.setattr(invariance, "_compiled", compiled_with(lambda queries: 32 if queries > 100 else 64))
-    with pytest.raises(AssertionError, match=r"chunking, a chunk: .* of the same rows differ"):
+    monkeypatch.setattr(invariance, "_compiled", compiled_with(True))
+    with pytest.raises(AssertionError, match=rf"{message}.*of the same rows differ"):
         invariance.check_invariance(target)
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tpu_invariance import assert_finds_products_that_follow
 from tpu_paged_records import QUICKLY, lowered
 from tpu_races import found
 from tpu_records import close, interpreted, simulated
@@ -17,10 +18,6 @@ from ejkernel.modules.operations.cases import mla_decode as cases
 from ejkernel.modules.operations.cases.mla_decode import DecodeSizes
 from ejkernel.ops import batch_invariant
 from ejkernel.ops.device import DeviceInfo, current_device, target_device
-from ejkernel.ops.model import Case
-from ejkernel.ops.plugins import registry
-from ejkernel_conformance import invariance
-from ejkernel_conformance.selection import FamilyTarget
 from ejkernel_pallas.tpu.latent_attention import config
 from ejkernel_pallas.tpu.latent_attention.forward import forward
 
@@ -41,21 +38,14 @@ def output(record, **fields):
 
 @pytest.mark.parametrize("name", SIZES_THAT_CHANGE)
 def test_the_suite_finds_products_that_follow_the_call(name, monkeypatch):
-    """Products have 128 keys where the size that a claim is about is another than in the whole call."""
-    op = registry().op(OPERATION)
-    kernel = next(i for i in registry().implementations[OPERATION] if i.name == "mosaic_tpu_latent")
-    kernel = dataclasses.replace(
-        kernel, requires=dataclasses.replace(kernel.requires, devices=frozenset({"cpu", "tpu"}))
+    assert_finds_products_that_follow(
+        SIZES_THAT_CHANGE[name],
+        name,
+        "mosaic_tpu_latent",
+        (OPERATION, cases.make_arrays, SIZES),
+        lambda record, keys: output(record, product_keys=keys),
+        monkeypatch,
     )
-    case = Case(name="two caches", make=lambda key: op.arguments(**cases.make_arrays(key, SIZES)))
-    size_of, whole = SIZES_THAT_CHANGE[name], lowered(OPERATION, cases.make_arrays, SIZES)
-
-    def compiled(op, implementation):
-        return lambda record: output(record, product_keys=512 if size_of(record) == size_of(whole) else 128)
-
-    monkeypatch.setattr(invariance, "_compiled", compiled)
-    with pytest.raises(AssertionError, match=rf"{name}, .* of the same rows differ"):
-        invariance.check_invariance(FamilyTarget(kernel, ((op, case),), name))
 
 
 LAYOUTS = {

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from tpu_invariance import assert_finds_products_that_follow
 from tpu_paged_records import lowered
 from tpu_records import interpreted
 
@@ -12,10 +13,6 @@ from ejkernel.families.paged_attention import reference
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.cases.paged_inputs import PagedSizes
 from ejkernel.ops.device import current_device
-from ejkernel.ops.model import Case
-from ejkernel.ops.plugins import registry
-from ejkernel_conformance import invariance
-from ejkernel_conformance.selection import FamilyTarget
 from ejkernel_pallas.tpu.paged_attention import config
 from ejkernel_pallas.tpu.paged_attention.forward import forward
 
@@ -32,21 +29,8 @@ SIZES_THAT_CHANGE = {
 
 @pytest.mark.parametrize("name", SIZES_THAT_CHANGE)
 def test_the_suite_finds_products_that_follow_the_call(name, monkeypatch):
-    """Products have half of the keys where the size that a claim is about is another than in the whole call."""
-    op = registry().op(UNIFIED)
-    kernel = next(i for i in registry().implementations[UNIFIED] if i.name == "mosaic_tpu")
-    kernel = dataclasses.replace(
-        kernel, requires=dataclasses.replace(kernel.requires, devices=frozenset({"cpu", "tpu"}))
-    )
-    case = Case(name="pages", make=lambda key: op.arguments(**paged_inputs.packed_inputs(key, SIZES)))
-    size_of, whole = SIZES_THAT_CHANGE[name], lowered(UNIFIED, paged_inputs.packed_inputs, SIZES)
-
-    def compiled(op, implementation):
-        return lambda record: output(record, 512 if size_of(record) == size_of(whole) else 128)
-
-    monkeypatch.setattr(invariance, "_compiled", compiled)
-    with pytest.raises(AssertionError, match=rf"{name}, .* of the same rows differ"):
-        invariance.check_invariance(FamilyTarget(kernel, ((op, case),), name))
+    call = UNIFIED, paged_inputs.packed_inputs, SIZES
+    assert_finds_products_that_follow(SIZES_THAT_CHANGE[name], name, "mosaic_tpu", call, output, monkeypatch)
 
 
 def output(record, keys=512):
