@@ -147,11 +147,11 @@ def test_a_backend_for_another_core_is_refused_in_a_sentence(use, x):
     assert "plugin toy (toy-dist 1.0) not loaded: needs ejkernel-core ~=99.0.0" in str(ejkernel.explain("toy", x))
 
 
-@pytest.mark.parametrize(("wanted", "loaded"), [("xla", ["xla"]), ("xla, cuda,", ["cuda", "xla"]), ("", [])])
-def test_the_environment_limits_which_plugins_are_loaded(monkeypatch, wanted, loaded):
+@pytest.mark.parametrize(("names", "loaded"), [("xla", ["xla"]), ("xla, cuda,", ["cuda", "xla"]), ("", [])])
+def test_the_environment_limits_which_plugins_are_loaded(monkeypatch, names, loaded):
     found = [SimpleNamespace(name=name) for name in ("cuda", "triton", "xla")]
     monkeypatch.setattr(plugins.importlib.metadata, "entry_points", lambda group: found)
-    monkeypatch.setenv("EJKERNEL_PLUGINS", wanted)
+    monkeypatch.setenv("EJKERNEL_PLUGINS", names)
 
     assert [entry.name for entry in plugins._entry_points()] == loaded
 

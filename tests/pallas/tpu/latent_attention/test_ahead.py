@@ -124,5 +124,5 @@ def test_decoding_compiles_in_a_block(name, sizes, heads):
             lengths=((2,), jnp.int32),
             **{f"cache{n}": ((2, 300, n), None) for n in sizes},
         )
-        made = jax.jit(step).trace(*arrays).lower(lowering_platforms=("tpu",)).compile()
-    assert "tpu_custom_call" in made.as_text()
+        compiled = jax.jit(step).trace(*arrays).lower(lowering_platforms=("tpu",)).compile()
+    assert "tpu_custom_call" in compiled.as_text()

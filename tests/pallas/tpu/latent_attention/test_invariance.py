@@ -111,6 +111,6 @@ def test_a_block_of_two_steps_decodes_without_races():
     with simulated():
         result, residuals = jax.block_until_ready(jax.jit(lambda x: forward(x, tiles))(record))
     assert not found()
-    wanted, kept = tiled_attention.reference(record)
-    close(result, wanted, record.query.dtype)
+    expected, kept = tiled_attention.reference(record)
+    close(result, expected, record.query.dtype)
     close(residuals.lse, kept.lse, record.query.dtype)

@@ -12,14 +12,11 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ejkernel import _compat
 from ejkernel.ops import recording, tuning, values
-from ejkernel.ops.active_policies import active_policies
 from ejkernel.ops.batch_invariance import GRADIENTS_NOTE
 from ejkernel.ops.callers import caller_arguments, caller_platform, nested_call_notes
 from ejkernel.ops.config.chain import ConfigSelectorChain
 from ejkernel.ops.config.check_cfg import check_cfg, check_platform
-from ejkernel.ops.config.overlay import overlays
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.policy import active_policy_overrides
 from ejkernel.ops.config.tuner import Tuner
 from ejkernel.ops.device import DeviceInfo, current_device
 from ejkernel.ops.dispatch import Decision
@@ -27,6 +24,7 @@ from ejkernel.ops.grad import CallPlan, DeviceRun
 from ejkernel.ops.isolation import NOT_ISOLATED_NOTE
 from ejkernel.ops.model import CALL_OPTIONS, Op
 from ejkernel.ops.params import BaseOperationConfig
+from ejkernel.ops.plan_context import blocks_around_call
 from ejkernel.ops.sharding import record_on_shard, run_sharded, specs_from_array_types
 from ejkernel.ops.suspicions import suspicious_argument_warnings
 from ejkernel.ops.tangents import forward_mode_note
@@ -118,9 +116,7 @@ def make_plan(op: Op, args: Any, platform: str | None, cfg: Any, chain: ConfigSe
         cfg=cfg,
         chain=chain,
         returns_lse=op.returns_residual_lse(args),
-        overlays=overlays(),
-        policy_overrides=active_policy_overrides(),
-        **active_policies(),
+        **blocks_around_call(),
     )
 
 

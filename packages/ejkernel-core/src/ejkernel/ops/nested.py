@@ -5,14 +5,12 @@ from typing import Any
 import jax
 
 from ejkernel.errors import NoImplementationError
-from ejkernel.ops.active_policies import active_policies
 from ejkernel.ops.call import default_chain
 from ejkernel.ops.callers import caller_platform, nested_call_notes
-from ejkernel.ops.config.overlay import overlays
-from ejkernel.ops.config.policy import active_policy_overrides
 from ejkernel.ops.device import current_device
 from ejkernel.ops.grad import CallPlan
 from ejkernel.ops.pairs import exclude_paired
+from ejkernel.ops.plan_context import blocks_around_call
 from ejkernel.ops.plugins import registry
 from ejkernel.types.pullback import Pullback
 
@@ -83,7 +81,5 @@ def _plan_of_nested_call(op: str, platform: str = "auto") -> CallPlan:
         platform=platform,
         cfg=None,
         chain=default_chain(),
-        overlays=overlays(),
-        policy_overrides=active_policy_overrides(),
-        **active_policies(),
+        **blocks_around_call(),
     )

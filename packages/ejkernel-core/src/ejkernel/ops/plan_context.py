@@ -25,6 +25,11 @@ _BLOCKS = {
 }
 
 
+def blocks_around_call() -> dict[str, Any]:
+    """Returns the fields of a `CallPlan` that record the blocks around a call: policies, overlays and overrides."""
+    return {"overlays": overlays(), "policy_overrides": active_policy_overrides(), **active_policies()}
+
+
 @contextlib.contextmanager
 def context_of_plan(plan: Any) -> Generator[None]:
     """Makes the device of a `CallPlan` current, and turns on its policies that are off, and its overlays and policy

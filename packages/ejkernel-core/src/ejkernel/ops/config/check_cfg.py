@@ -27,7 +27,7 @@ def check_cfg(op: Op, config: Any, argument: str) -> None:
         value, label = getattr(config, name), f"{argument}.{name}"
         if name == "platform":
             check_platform(op, value, label)
-        elif (wants := _wanted_value(value, hint)) is not None:
+        elif (wants := _expected_value(value, hint)) is not None:
             raise ValueError(f"{label}: got {value!r}, wants {wants}")
 
 
@@ -52,16 +52,16 @@ def _field_types(config_type: type[BaseOperationConfig]) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(config_type)}
 
 
-def _wanted_value(value: Any, hint: Any) -> str | None:
-    """Returns what a field of the type `hint` wants instead of `value`; None if it has such a value."""
+def _expected_value(value: Any, hint: Any) -> str | None:
+    """Returns what the value of a field of the type `hint` should be; None if `value` is one."""
     choices = get_args(hint) if get_origin(hint) is not Literal else (hint,)
-    alternatives = [_wanted_by_type(value, choice) for choice in choices or (hint,) if choice is not type(None)]
+    alternatives = [_expected_by_type(value, choice) for choice in choices or (hint,) if choice is not type(None)]
     if (value is None and type(None) in choices) or None in alternatives:
         return None
     return " or ".join([*filter(None, alternatives), *(["None"] if type(None) in choices else [])])
 
 
-def _wanted_by_type(value: Any, hint: Any) -> str | None:
+def _expected_by_type(value: Any, hint: Any) -> str | None:
     if get_origin(hint) is Literal:
         allowed = get_args(hint)
         is_allowed = isinstance(value, str) and value in allowed

@@ -159,6 +159,15 @@ def _unordered_positions(key: jax.Array) -> dict[str, Any]:
     return {"mask_info": MaskInfo(q_positions=queries, kv_positions=positions)}
 
 
+def _window_cap_and_sinks(key: jax.Array, left: int) -> dict[str, Any]:
+    """Returns a causal window of `left` keys before the query, a soft cap, and sinks of two heads."""
+    return {
+        "sliding_window": (left, 0),
+        "logits_soft_cap": 3.0,
+        "softmax_aux": jax.random.normal(key, (2,)),
+    }
+
+
 def _documents(key: jax.Array, in_order: bool = True) -> dict[str, Any]:
     """Returns ids of documents of random lengths, or of random tokens."""
     ids = jax.random.randint(key, (_LONG_SIZES.b, _LONG_SIZES.t), 0, 4)
@@ -174,11 +183,7 @@ _FLASH_TABLE: tuple[Row[AttentionSizes], ...] = (
     (
         "long rows, causal window, soft cap, sinks",
         dataclasses.replace(_LONG_SIZES, d=64, v=64),
-        lambda key: {
-            "sliding_window": (300, 0),
-            "logits_soft_cap": 3.0,
-            "softmax_aux": jax.random.normal(key, (2,)),
-        },
+        lambda key: _window_cap_and_sinks(key, 300),
         ("sliding_window", "logits_soft_cap", "softmax_aux"),
         (),
     ),
@@ -193,12 +198,7 @@ _FLASH_TABLE: tuple[Row[AttentionSizes], ...] = (
     (
         "documents, causal window, soft cap, sinks",
         dataclasses.replace(_LONG_SIZES, d=64, v=64),
-        lambda key: {
-            **_documents(key),
-            "sliding_window": (150, 0),
-            "logits_soft_cap": 3.0,
-            "softmax_aux": jax.random.normal(key, (2,)),
-        },
+        lambda key: {**_documents(key), **_window_cap_and_sinks(key, 150)},
         (*_SEGMENT_FIELDS, "sliding_window", "logits_soft_cap", "softmax_aux"),
         (),
     ),
